@@ -1,0 +1,1 @@
+"""What runs in the batch step: one controller per allocation. Never imports torch."""

@@ -1,0 +1,83 @@
+"""What can go wrong, as a tree; each message says what was found, what was needed, and the next move.
+
+    HpcError                      exit code
+    ├── UsageError                2    a flag, a value or a file given by the user
+    │   ├── ConfigError           2    a key or a value of the configuration
+    │   ├── RunDirectoryError     2    a run directory that is not ours alone, or cannot be made
+    │   └── SubmissionError       2    the cluster refused the job
+    ├── EnvironmentMismatch       78   variables of the job that contradict each other or the machine
+    │   └── NodelistError         78   a host list that Slurm would refuse
+    ├── RendezvousError           69   ranks that did not find each other
+    ├── NeverStarted              69   a job step or worker that could not be started
+    └── SlurmCommandError         1    a Slurm command that failed, hung or is missing
+"""
+
+import sys
+
+from hpc import exitcodes
+
+
+class HpcError(Exception):
+    """Base of all errors that a door prints as one line and turns into its exit code."""
+
+    exit_code = exitcodes.FAILED
+
+
+class UsageError(HpcError):
+    """The user can mend it at the keyboard; nothing was made, started or submitted."""
+
+    exit_code = exitcodes.USAGE
+
+
+class ConfigError(UsageError):
+    """A key that does not exist, or a value that cannot be meant."""
+
+
+class RunDirectoryError(UsageError):
+    """A run directory that somebody else owns or may write to, or that cannot be made."""
+
+
+class SubmissionError(UsageError):
+    """The cluster refused the job; nothing is queued."""
+
+
+class EnvironmentMismatch(HpcError):
+    """Variables that contradict each other; no rank was started."""
+
+    exit_code = exitcodes.BAD_ENVIRONMENT
+
+
+class NodelistError(EnvironmentMismatch):
+    """A host list in no notation of Slurm's."""
+
+
+class RendezvousError(HpcError):
+    """Ranks that did not find each other within the limit."""
+
+    exit_code = exitcodes.UNAVAILABLE
+
+
+class NeverStarted(HpcError):
+    """A job step or a worker that could not be started at all, as against one that failed."""
+
+    exit_code = exitcodes.UNAVAILABLE
+
+
+class SlurmCommandError(HpcError):
+    """A Slurm command that failed, did not answer in time, or is not on PATH."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that no value can forge a line or drive a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def one_line(door: str, error: BaseException) -> str:
+    """The line that a door prints for an error: "hpc.submit: error: what was found; what was needed"."""
+    return f"{door}: error: {printable(str(error))}"
+
+
+def report(door: str, error: HpcError) -> int:
+    """Print the error's one line on stderr and return its exit code."""
+    print(one_line(door, error), file=sys.stderr, flush=True)
+    return error.exit_code

@@ -1,0 +1,128 @@
+"""Every setting of the toolkit: its name, its type, its default and what it means. No torch here.
+
+A job's own parameters stand beside these at the top level (jobs/<name>/config.py); hpc/config.py merges all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SlurmConfig:
+    """What is asked of Slurm. None means: not asked for, so that the site's default holds."""
+
+    nodes: int = 1
+    """--nodes"""
+    gpus_per_node: str | None = "1"
+    """GPUs of each node: a count, or type and count ("a100:4"); null for a job without GPUs (launch.workers_per_node)."""
+    gpu_request: str = "gpus-per-node"
+    """How the site wants GPUs to be asked for: "gpus-per-node" or "gres"."""
+    time: str | None = None
+    """Time limit in any of Slurm's notations: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    mem: str | None = None
+    """Memory of each node with its unit ("64G"); a bare number is MiB, as for sbatch. "0" is all of the node's."""
+    mem_per_gpu: str | None = None
+    mem_per_cpu: str | None = None
+    cpus_per_gpu: int | None = None
+    """CPU cores of each GPU's worker, whatever the layout."""
+    cpus_per_task: int | None = None
+    """CPU cores of each Slurm task, as sbatch counts them; give this or cpus_per_gpu."""
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    signal: str = "USR2"
+    """The warning signal before the time limit; USR2, since NCCL may use USR1. Script and handlers take it from here."""
+    signal_lead_s: int = 120
+    """Seconds before the time limit at which the warning signal is sent (Slurm may send it up to 60 s early)."""
+    requeue: bool = True
+    """Let Slurm put the job back into the queue after preemption or a node's failure."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before Python starts (module load, source activate); the job ends if one fails."""
+    allow_root: bool = False
+    """Submit although you are root."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Any other option of sbatch by its long name: extra.mail-type=END; true for an option without a value."""
+
+
+@dataclass
+class LaunchConfig:
+    """How workers are started inside the allocation."""
+
+    layout: str = "task-per-node"
+    """"task-per-node": one agent per node imports torch once and forks a worker per GPU; "task-per-gpu": RANK=SLURM_PROCID."""
+    workers_per_node: int | None = None
+    """Workers of each node; by default one per allocated GPU, or one on a node without."""
+    python: str | None = None
+    """The interpreter of the batch step and the workers; by default the one that submits."""
+    preload: list[str] = field(default_factory=list)
+    """Modules imported once per node before the workers are forked, besides torch; they must not touch the GPU."""
+    fork: bool = True
+    """Fork workers from the agent that has imported torch; false starts a fresh interpreter for each."""
+    rendezvous_timeout_s: float = 600.0
+    """How long ranks wait for each other before the run is given up, in seconds; the default suits a cold file system."""
+    allow_loopback: bool = False
+    """Accept a loopback master for several nodes; only for several simulated nodes on one machine."""
+    grace_s: float = 30.0
+    """Seconds that workers have between a forwarded SIGTERM and SIGKILL."""
+    code: str = "snapshot"
+    """"snapshot": jobs run the code as it was at submission; "live": as it is when the job starts (changes are named)."""
+
+
+@dataclass
+class TrainConfig:
+    """The training loop."""
+
+    epochs: int = 1
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, whatever the epochs say."""
+    batch_size: int = 64
+    """Samples of one optimizer step over all ranks and micro-batches (the global batch)."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    clip_grad_norm: float | None = None
+    seed: int = 0
+    precision: str = "fp32"
+    """"fp32", "bf16" or "fp16" (automatic mixed precision)."""
+    device: str = "auto"
+    """"auto" (the GPU where there is one), "cuda" or "cpu"."""
+    strategy: str = "ddp"
+    """"ddp", or "dp" (DataParallel: a quick trial in a single process)."""
+    sync_batchnorm: bool = True
+    """Convert BatchNorm to SyncBatchNorm when there is more than one GPU."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters that got no gradient; slower."""
+    loader_workers: int | None = None
+    """Data-loader processes of each rank; by default from the cores that the rank may use."""
+    eval_every_epochs: int = 1
+    save_every_steps: int | None = None
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = 2
+    log_every_steps: int = 10
+    timeout_s: float = 600.0
+    """How long a collective may wait before the process group gives up, in seconds."""
+
+
+@dataclass
+class Config:
+    """The whole: one run."""
+
+    name: str | None = None
+    """The job's name; by default the training job's or the script's."""
+    job: str = "jobs.digits"
+    """The training job: a module of jobs/, or any importable package of the same form."""
+    command: list[str] = field(default_factory=list)
+    """A script and its arguments to run instead of a training job (what follows "--")."""
+    run_root: str = "runs"
+    """Where run directories are made."""
+    run_dir: str | None = None
+    """The run directory itself, when it is to be an existing or a given one."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

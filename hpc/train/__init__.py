@@ -1,0 +1,1 @@
+"""What runs in every worker: the training core. Knows nothing of Slurm."""
