@@ -263,9 +263,15 @@ def close_namespace_folder() -> None:
     """Undo the mount that `ip netns add` made on /run/netns, once no namespace of anybody is left."""
     folder = Path("/run/netns")
     if folder.is_dir() and not any(folder.iterdir()):
-        while os.path.ismount(folder):
+        for _ in range(_mount_count(folder)):
             call(["umount", str(folder)])
         folder.rmdir()
+
+
+def _mount_count(folder: Path) -> int:
+    """How often something is mounted on the folder; os.path.ismount misses a folder that is bound onto itself."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return sum(line.split()[4] == str(folder) for line in lines)
 
 
 # --- users, names, devices -------------------------------------------------------------------------------------------
