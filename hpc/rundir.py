@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.errors import RunDirectoryError, printable
+from hpc.schema import Config
 
 RUN_DIR_VARIABLE = "HPC_RUN_DIR"
 ATTEMPT_VARIABLE = "HPC_ATTEMPT"
@@ -126,6 +128,23 @@ class RunDirectory:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def run_name(config: Config) -> str:
+    """The run's name: the given one, else that of the training job, the script or the module that runs."""
+    if config.name is not None:
+        return config.name
+    words = list(config.command)
+    if not words:
+        return config.job.rpartition(".")[2]
+    if re.fullmatch(r"python[0-9.]*", Path(words[0]).name) and len(words) > 1:
+        words = [word for word in words[1:] if word not in ("-m", "-u")] or words
+    return Path(words[0]).name.removesuffix(".py") or "command"
+
+
+def directory_name(name: str) -> str:
+    """The run's name as part of a directory name: letters, digits, "._-" kept, all else "_", at most 60 characters."""
+    return re.sub(r"[^\w.-]", "_", name)[:60].lstrip("-.") or "run"
 
 
 def new_run_id() -> str:

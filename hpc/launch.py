@@ -1,0 +1,111 @@
+"""`python -m hpc.launch`: the controller of an allocation. sbin/ddp.sbatch and hpc.submit's scripts are one exec of it.
+
+python -m hpc.launch [JOB] [key=value ...] [-- script arguments]     in a batch script or salloc's shell
+python -m hpc.launch --run-dir DIR                                   a run that hpc.submit has prepared
+python -m hpc.launch --local ...                                     here, whatever Slurm's variables say
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc.errors import HpcError, UsageError, report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one attempt of one run; returns the exit code of the first failing rank."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return launch(arguments)
+    except HpcError as error:
+        return report("hpc.launch", error)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc.launch",
+        description="Start a training job, or any torchrun-style script, on every GPU of this allocation.",
+        usage="%(prog)s [options] [JOB] [key=value ...] [-- script arguments]",
+    )
+    parser.add_argument("--run-dir", type=Path, help="the run directory that hpc.submit made, with its config.yaml")
+    parser.add_argument("--config", type=Path, action="append", default=[], help="a YAML file to merge")
+    parser.add_argument("--local", action="store_true", help="run on this machine alone, ignoring Slurm's variables")
+    parser.add_argument("--workdir", type=Path, help="change into this directory first")
+    parser.add_argument("words", nargs="*", metavar="JOB | key=value")
+    words, command = split_command(argv)
+    arguments = parser.parse_intermixed_args(words)
+    arguments.command = command
+    return arguments
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first "--"."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    from hpc import config
+    from hpc.allocation import allocation as allocations
+    from hpc.allocation.controller import Controller
+    from hpc.rundir import RunDirectory, directory_name, run_name, write_private
+
+    if arguments.workdir is not None:
+        try:
+            os.chdir(arguments.workdir)
+        except OSError as error:
+            raise UsageError(f"--workdir {arguments.workdir}: {error.strerror}") from None
+    if arguments.local:
+        ignored = forget_slurm()
+        if ignored:
+            print(f"hpc.launch: local run: Slurm's variables of job {ignored} are ignored", file=sys.stderr, flush=True)
+    allocation = allocations.read(os.environ)
+    prepared = arguments.run_dir / "config.yaml" if arguments.run_dir is not None else None
+    if prepared is not None and prepared.exists() and not (arguments.words or arguments.command or arguments.config):
+        loaded = config.load(files=[prepared], site=False)
+    else:
+        jobs = [word for word in arguments.words if "=" not in word]
+        if len(jobs) > 1:
+            raise UsageError(f"two jobs named, {jobs[0]} and {jobs[1]}: name one, and settings as key=value")
+        loaded = config.load(
+            job=jobs[0] if jobs else None,
+            command=arguments.command,
+            files=arguments.config,
+            overrides=[word for word in arguments.words if "=" in word],
+        )
+    given = arguments.run_dir or loaded.config.run_dir
+    if given is not None:
+        Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_dir = RunDirectory.open(Path(given))
+        if allocation.array_index is not None:
+            run_dir = RunDirectory.create(run_dir.path, "array", allocation.array_index)
+    else:
+        root = Path(loaded.config.run_root)
+        run_dir = RunDirectory.create(root, directory_name(run_name(loaded.config)), allocation.run_id or None)
+    if not run_dir.config_file.exists():
+        write_private(run_dir.config_file, loaded.to_yaml())
+    return Controller(allocation, loaded, run_dir).run()
+
+
+def forget_slurm() -> str | None:
+    """Take Slurm's and any launcher's variables out of this process's environment; returns the job id that was there."""
+    job = os.environ.get("SLURM_JOB_ID")
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "SBATCH_", "TORCHELASTIC_")) or name in _LAUNCHERS:
+            del os.environ[name]
+    return job
+
+
+_LAUNCHERS = frozenset(
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

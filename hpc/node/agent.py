@@ -1,0 +1,531 @@
+"""The agent: one per Slurm task. It starts this task's workers, watches them, ends them together, and reports.
+
+`run` reads as the life of a job step on one node: open, preload, meet, start, watch, sweep.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc import exitcodes
+from hpc.command import Target, target_of
+from hpc.errors import printable
+from hpc.node import leftovers, preload
+from hpc.node.assembly import Assembly, Go
+from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
+from hpc.node.environment import TaskEnvironment
+from hpc.node.meeting import Connection
+from hpc.node.outcome import Failure, first_failure, read_error_file
+from hpc.node.preflight import GpuCheck
+from hpc.node.signals import FORWARDED, SignalPipe
+from hpc.node.streams import WorkerStream, open_log
+from hpc.node.worker import ERROR_FILE_VARIABLE, Start, adopt_orphans, die_with_parent
+from hpc.ranks import RankInfo
+from hpc.rundir import RunDirectory
+
+SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
+STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank has failed
+ORPHAN_GRACE_S = 3.0  # the same when the launcher has gone
+REPORT_LIMIT_S = 15.0  # how long agents wait for each other's last reports
+TRACEBACK_LIMIT = 16 * 1024
+
+
+class State(enum.Enum):
+    RUNNING = "running"
+    ENDING = "ending"  # SIGTERM is out, SIGKILL is due
+    OVER = "over"  # no worker is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """What the agent was told on its command line."""
+
+    job: str | None = None
+    overrides: Sequence[str] = ()
+    command: Sequence[str] = ()
+    preload: Sequence[str] = ()
+    fork: bool = True
+    rendezvous_timeout_s: float = 600.0
+    grace_s: float = 30.0
+    allow_loopback: bool = False
+    cores_asked: int | None = None
+    """Cores that were asked for this task, to warn when it got fewer."""
+
+    def target(self) -> Target:
+        """What the workers run: the command, else the training core with the job that was named."""
+        if self.command:
+            return target_of(self.command)
+        told = "HPC_CONFIG" in os.environ
+        arguments = () if told else (*([self.job] if self.job else []), *self.overrides)
+        return Target(kind="module", name="hpc.train", arguments=tuple(arguments))
+
+
+@dataclass
+class Worker:
+    """One running worker, as its agent sees it."""
+
+    info: RankInfo
+    pid: int
+    streams: list[WorkerStream]
+    log: Path | None
+    log_descriptor: int | None
+    error_file: Path | None
+    ended_by_us: bool = False
+    code: int | None = None
+
+
+def run(task: TaskEnvironment, settings: AgentSettings) -> int:
+    """Do all of it; returns the exit code of the first worker that failed, anywhere in the step.
+
+    In a forked worker it returns that worker's own exit code instead (or raises its SystemExit).
+
+    Raises:
+        RendezvousError, EnvironmentMismatch, NeverStarted: nothing was started.
+    """
+    agent = Agent(task, settings)
+    start = agent.assemble()
+    if start is not None:
+        del agent
+        return start.become()
+    return agent.watch()
+
+
+class Agent:
+    """One task's workers and its connection to the other agents."""
+
+    def __init__(self, task: TaskEnvironment, settings: AgentSettings) -> None:
+        self.task, self.settings = task, settings
+        self.host_name = socket.gethostname()
+        self.state = State.RUNNING
+        self.workers: list[Worker] = []
+        self.failures: list[Failure] = []
+        self.run_dir = RunDirectory.from_environ()
+        self.assembly = Assembly(
+            task,
+            timeout_s=settings.rendezvous_timeout_s,
+            allow_loopback=settings.allow_loopback,
+            note=self.note,
+        )
+        self.folder = self.run_dir.attempt(self.assembly.attempt) if self.run_dir else None
+        self.go: Go | None = None
+        self._signals: SignalPipe | None = None
+        self._deadline: float | None = None  # of the next step towards the end
+        self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
+        self._verdict: Failure | None = None
+        self._told_over: dict[str, Any] | None = None
+        self._cache: str | None = None
+        self._signalled: signal.Signals | None = None
+        self._settled = False
+        self._parent = os.getppid()
+
+    def note(self, text: str) -> None:
+        """One line for the log of the batch step."""
+        print(f"hpc.node: {self.host_name}: {printable(text)}", file=sys.stderr, flush=True)
+
+    # ---- up to the start -------------------------------------------------------------------------------------------
+
+    def assemble(self) -> Start | None:
+        """Everything up to running workers. Returns None in the agent, and what to become in a forked worker."""
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # a notice during the start-up is no reason to die
+        target = self.settings.target()
+        check = GpuCheck(self.host_name, self.task.visible_gpus)
+        self.assembly.open()
+        cores = self._shares()
+        fork = self._preload(target, len(cores[0]))
+        check.verdict()
+        self.go = self.assembly.meet()
+        if self.assembly.is_host:
+            self._record_start(self.go)
+        environ = {**self.go.environ, **self.assembly.start_store()}
+        self._signals = SignalPipe((*FORWARDED, signal.SIGCHLD))
+        adopt_orphans()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        agent = os.getpid()
+        for info, share in zip(self.go.infos, cores, strict=True):
+            start = self._start(info, share, target, environ, fork, agent)
+            if start is not None:
+                return start
+        return None
+
+    def _shares(self) -> list[list[int]]:
+        allowed = allowed_cores()
+        asked = self.settings.cores_asked
+        if asked is not None and len(allowed) < asked:
+            self.note(f"{len(allowed)} cores may be used here although {asked} were asked for: look at --cpus-per-gpu")
+        gpus = self.task.visible_gpus
+        if len(gpus) >= self.task.workers:
+            near = cores_near_gpus(gpus, self.note)[: self.task.workers]
+        else:
+            near = [frozenset()] * self.task.workers
+        shares = share_cores(allowed, near)
+        if self.task.workers > 1:
+            sizes = sorted({len(share) for share in shares})
+            self.note(f"{len(allowed)} cores for {self.task.workers} workers, {'-'.join(map(str, sizes))} each")
+        return shares
+
+    def _preload(self, target: Target, threads: int) -> bool:
+        """Import what the workers need; True when they can be forked from here."""
+        # libgomp reads it when torch is loaded
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        if target.kind == "program" or not self.settings.fork:
+            return False
+        optional: list[str] = []
+        if target.name == "hpc.train":
+            job = self.settings.job or "jobs.digits"
+            optional = ["hpc.config", "hpc.train.loop", f"{job}.job"]
+        return preload.import_modules(self.settings.preload, optional, self.note)
+
+    def _start(
+        self,
+        info: RankInfo,
+        cores: list[int],
+        target: Target,
+        extra: Mapping[str, str],
+        fork: bool,
+        agent: int,
+    ) -> Start | None:
+        prefix = f"[rank {info.rank}] ".encode() if info.world_size > 1 else b""
+        log = open_log(self.folder, info.rank)
+        streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
+        error_file = self.folder / f"error-{info.rank}.json" if self.folder is not None and log is not None else None
+        start = Start(
+            target=target,
+            environ=self._environ(info, cores, extra, error_file),
+            cores=cores,
+            stdout=streams[0].writer,
+            stderr=streams[1].writer,
+            agent=agent,
+        )
+        pid = os.fork()
+        if pid == 0:
+            self._in_worker(start, streams, fork)
+            return start
+        for stream in streams:
+            stream.close_writer()
+        path = self.folder / f"rank-{info.rank}.log" if self.folder is not None and log is not None else None
+        self.workers.append(Worker(info, pid, streams, path, log, error_file))
+        return None
+
+    def _in_worker(self, start: Start, streams: list[WorkerStream], fork: bool) -> None:
+        """In the new process: let go of all that is the agent's; returns when the worker is to run in this fork."""
+        try:
+            assert self._signals is not None
+            self._signals.close()
+            start.enter()
+            self.assembly.close()
+            for stream in (*streams, *(stream for worker in self.workers for stream in worker.streams)):
+                stream.close()
+            for worker in self.workers:
+                if worker.log_descriptor is not None:
+                    os.close(worker.log_descriptor)
+            if fork:
+                return
+            argv = start.target.argv(sys.executable)
+            try:
+                os.execvpe(argv[0], argv, dict(start.environ))
+            except OSError as error:
+                print(f"hpc.node: cannot run {printable(argv[0])}: {error.strerror}", file=sys.stderr, flush=True)
+                os._exit(126 if isinstance(error, PermissionError) else 127)
+        except BaseException as error:
+            print(f"hpc.node: a worker could not be set up: {error!r}", file=sys.stderr, flush=True)
+            os._exit(exitcodes.UNAVAILABLE)
+
+    def _environ(
+        self, info: RankInfo, cores: list[int], extra: Mapping[str, str], error_file: Path | None
+    ) -> dict[str, str]:
+        assert self.go is not None
+        run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
+        environ = dict(os.environ)
+        environ.update(info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt))
+        environ.update(extra)
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
+        environ.setdefault("PYTHONUNBUFFERED", "1")
+        environ["HPC_CORES"] = str(len(cores))
+        if error_file is not None:
+            environ[ERROR_FILE_VARIABLE] = str(error_file)
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            if name not in environ:
+                environ[name] = os.path.join(self._cache_folder(), name.split("_")[0].lower())
+        return environ
+
+    def _cache_folder(self) -> str:
+        """A folder of this node for compiled kernels: in a shared home they go stale under each other's feet."""
+        if self._cache is None:
+            name = f"hpc-{os.geteuid()}-{self.task.job_id or os.getpid()}-"
+            self._cache = tempfile.mkdtemp(prefix=name)
+        return self._cache
+
+    def _record_start(self, go: Go) -> None:
+        if self.run_dir is None:
+            return
+        try:
+            self.run_dir.append_event(
+                "started",
+                attempt=self.assembly.attempt,
+                layout=self.task.layout,
+                world_size=go.infos[0].world_size,
+                nodes=[list(place) for place in go.places[:2000]],
+            )
+        except (OSError, ValueError) as error:
+            self.note(f"the record could not be written: {error}")
+
+    # ---- while they run --------------------------------------------------------------------------------------------
+
+    def watch(self) -> int:
+        """Run the loop until every worker of the step has ended; returns the exit code for this task."""
+        assert self._signals is not None
+        while not self._finished():
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._signals.reader, selectors.EVENT_READ, self._on_signals)
+                for worker in self.workers:
+                    for stream in worker.streams:
+                        selector.register(stream.reader, selectors.EVENT_READ, (worker, stream))
+                for sock in self._sockets():
+                    selector.register(sock, selectors.EVENT_READ, self._on_message)
+                wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                for key, _ in selector.select(wait):
+                    if isinstance(key.data, tuple):
+                        self._on_output(*key.data)
+                    else:
+                        key.data(key.fileobj)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._on_deadline()
+        return self._conclude()
+
+    def _sockets(self) -> list[socket.socket | Connection]:
+        if self.assembly.host is not None:
+            return self.assembly.host.sockets()
+        return [self.assembly.guest] if self.assembly.guest is not None else []
+
+    def _on_output(self, worker: Worker, stream: WorkerStream) -> None:
+        if stream in worker.streams and not stream.copy():
+            worker.streams.remove(stream)
+            stream.finish()
+
+    def _on_signals(self, _: Any) -> None:
+        assert self._signals is not None
+        for number in self._signals.read():
+            if number == signal.SIGCHLD:
+                self._reap()
+            elif number in (signal.SIGUSR1, signal.SIGUSR2):
+                self._send(number)
+            elif number == signal.SIGHUP and os.getppid() != self._parent:
+                self._end(signal.SIGTERM, ORPHAN_GRACE_S)
+            elif number == self._signalled == signal.SIGINT:  # asked twice at the keyboard
+                self._end(signal.SIGTERM, 0.0)
+            else:
+                self._signalled = number
+                self._end(number, self.settings.grace_s)
+
+    def _send(self, number: signal.Signals) -> None:
+        for worker in self.workers:
+            if worker.code is None:
+                os.kill(worker.pid, number)  # our own child, not yet waited for: the number cannot be another's
+
+    def _end(self, number: signal.Signals, grace_s: float) -> None:
+        """Ask the workers to end with a signal; SIGKILL follows after the grace time."""
+        if self.state is State.OVER:
+            return
+        self.state = State.ENDING
+        for worker in self.workers:
+            worker.ended_by_us = worker.ended_by_us or worker.code is None
+        self._send(number)
+        self._set_deadline(grace_s)
+
+    def _set_deadline(self, seconds: float) -> None:
+        due = time.monotonic() + seconds
+        self._deadline = due if self._deadline is None else min(self._deadline, due)
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.failures and not self._settled:  # the others had time to fail by themselves
+            self._settle()
+        elif self.state is State.ENDING:
+            for worker in self.workers:
+                if worker.code is None:
+                    os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
+            self._set_deadline(1.0)
+        elif self._told_over is None:  # OVER, and the other agents' last word has not come
+            first = self._verdict or first_failure(self.failures)
+            self._told_over = {"code": first.code if first else exitcodes.UNAVAILABLE}
+
+    def _reap(self) -> None:
+        """Take note of every ended child; adopted orphans are only collected."""
+        by_pid = {worker.pid: worker for worker in self.workers if worker.code is None}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            worker = by_pid.pop(pid, None)
+            if worker is not None:
+                worker.code = exitcodes.from_returncode(os.waitstatus_to_exitcode(status))
+                self._on_worker_end(worker)
+        if self.state is not State.OVER and all(worker.code is not None for worker in self.workers):
+            self._all_ended()
+
+    def _on_worker_end(self, worker: Worker) -> None:
+        for stream in worker.streams:
+            stream.finish()
+        worker.streams = []
+        if worker.code == exitcodes.DONE:
+            return
+        assert worker.code is not None
+        message, trace, moment = read_error_file(worker.error_file) if worker.error_file else ("", "", None)
+        failed_by_itself = bool(message) and worker.ended_by_us
+        failure = Failure(
+            rank=worker.info.rank,
+            host=self.host_name,
+            code=exitcodes.FAILED if failed_by_itself else worker.code,
+            time=moment or time.time(),
+            message=message or exitcodes.describe(worker.code),
+            traceback=trace[-TRACEBACK_LIMIT:],
+            log=str(worker.log or ""),
+            by_us=worker.ended_by_us and not failed_by_itself,
+        )
+        if self.assembly.guest is not None:
+            self.assembly.guest.send(failed=failure.to_dict())
+        self._add(failure)
+
+    def _add(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        if not self._settled and self.state is not State.ENDING:
+            self._deadline = None
+            self._set_deadline(SETTLE_S)
+
+    def _settle(self) -> None:
+        """Some time after a first failure: name it, and end what still runs, here and everywhere."""
+        self._settled = True
+        first = first_failure(self.failures)
+        if self.assembly.host is not None and first is not None:
+            self.assembly.host.broadcast(stop={"code": first.code, "message": first.message})
+        self._end(signal.SIGTERM, STOP_GRACE_S)
+        if self.state is State.OVER:
+            self._set_deadline(REPORT_LIMIT_S)
+
+    # ---- with the other agents -------------------------------------------------------------------------------------
+
+    def _on_message(self, source: Any) -> None:
+        if self.assembly.host is not None:
+            if not isinstance(source, Connection):
+                self.assembly.host.accept()
+                return
+            for task, message in self.assembly.host.serve(source):
+                self._hear(task, message)
+        elif self.assembly.guest is not None:
+            messages, gone = self.assembly.guest.receive()
+            for message in messages:
+                if "stop" in message:
+                    self._settled = True
+                    self._end(signal.SIGTERM, STOP_GRACE_S)
+                elif "over" in message:
+                    self._told_over = message["over"]
+            if gone:
+                self.assembly.guest.close()
+                self.assembly.guest = None
+                if self._told_over is None:
+                    self._lost(0, self.task.master_host)
+
+    def _hear(self, task: int, message: Mapping[str, Any]) -> None:
+        """Rank zero's agent: news of another one."""
+        if "failed" in message:
+            self._add(Failure.from_dict(message["failed"]))
+        elif "ended" in message:
+            self._reports[task] = message["ended"]
+        elif "gone" in message and task not in self._reports:
+            assert self.assembly.host is not None and self.go is not None
+            self._reports[task] = {"code": exitcodes.UNAVAILABLE}
+            place = self.go.places[task] if task < len(self.go.places) else ("?", -1, 0)
+            self._lost(place[1], place[0])
+
+    def _lost(self, rank: int, host: str) -> None:
+        self._add(
+            Failure(
+                rank=rank,
+                host=host,
+                code=exitcodes.UNAVAILABLE,
+                time=time.time(),
+                message=f"the agent on {host} is gone: its node was lost, or the agent was killed",
+            )
+        )
+
+    def _all_ended(self) -> None:
+        self.state = State.OVER
+        self._deadline = None
+        spare = [self.assembly.store_pid] if self.assembly.store_pid is not None else []
+        leftovers.end_descendants(spare)
+        worst = max((worker.code or 0 for worker in self.workers), default=0)
+        if self.assembly.guest is not None:
+            self.assembly.guest.send(ended={"code": worst})
+        self._reports[self.task.task_rank] = {"code": worst}
+        if self.failures:
+            self._set_deadline(REPORT_LIMIT_S)
+
+    def _finished(self) -> bool:
+        if self.state is not State.OVER:
+            return False
+        if self._told_over is not None:
+            return True
+        if self.assembly.host is not None:
+            return len(self._reports) == self.task.tasks
+        if self.assembly.guest is not None:
+            return not self.failures and all(worker.code == 0 for worker in self.workers)
+        return True
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> int:
+        """Tell the others, write the outcome, leave nothing behind; returns the exit code."""
+        first = first_failure(self.failures)
+        code = first.code if first is not None else exitcodes.DONE
+        if self._told_over is not None and self.assembly.host is None:
+            code = int(self._told_over.get("code", code))
+        if self.assembly.host is not None:
+            self.assembly.host.broadcast(over={"code": code})
+            self.assembly.host.flush(2.0)
+        if self.assembly.is_host:
+            self._write_outcome(code, first)
+        self._clean_up()
+        return code
+
+    def _write_outcome(self, code: int, first: Failure | None) -> None:
+        if self.folder is None:
+            if first is not None:
+                self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
+            return
+        others = sum(1 for failure in self.failures if failure is not first and not failure.by_us)
+        outcome = {"code": code, "first": first.to_dict() if first else None, "others": others}
+        try:
+            beside = self.folder / ".outcome.json"
+            beside.write_text(json.dumps(outcome), encoding="utf-8")
+            os.replace(beside, self.folder / "outcome.json")
+        except OSError as error:
+            self.note(f"the outcome could not be written: {error}")
+
+    def _clean_up(self) -> None:
+        leftovers.end_descendants()
+        self.assembly.close()
+        if self._cache is not None:
+            shutil.rmtree(self._cache, ignore_errors=True)
+
+
+def follow_launcher(parent: int) -> None:
+    """For an agent that the controller started itself: SIGHUP when the controller dies, however it dies."""
+    die_with_parent(parent, signal.SIGHUP)

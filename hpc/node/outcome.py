@@ -1,0 +1,72 @@
+"""How a worker ended, and which of several failures came first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# What a rank says when another one has gone: a consequence, never the cause.
+SECONDARY = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed|remote process exited"
+    r"|NCCL communicator was aborted|ncclRemoteError|DistNetworkError|DistBackendError|recvValue failed|sendBytes failed"
+    r"|Connection was likely closed|Timed out waiting \d+ms",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A worker (or a whole node, rank -1 worker-less) that ended badly. `code` is the exit code as a shell gives it."""
+
+    rank: int
+    host: str
+    code: int
+    time: float
+    """Seconds since 1970, by the clock of its own node."""
+    message: str
+    traceback: str = ""
+    log: str = ""
+    by_us: bool = False
+    """Ended by its agent because another one had failed or a signal had come."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Failure:
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The cause among several failures.
+
+    Workers that we ended ourselves come last; one that only says that its peer has gone comes after any other
+    cause, whenever it was noticed; otherwise the earliest.
+    """
+    return min(
+        failures,
+        key=lambda failure: (failure.by_us, bool(SECONDARY.search(failure.message)), failure.time, failure.rank),
+        default=None,
+    )
+
+
+def read_error_file(path: Path) -> tuple[str, str, float | None]:
+    """Message, traceback and time from torchrun's error file (ours or @record's); empty when there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", "", None
+    if not isinstance(content, dict):
+        return str(content), "", None
+    extra = content.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    moment = extra.get("time")
+    return (
+        str(content.get("message", "")),
+        str(extra.get("py_callstack", "")),
+        moment if isinstance(moment, float) else None,
+    )

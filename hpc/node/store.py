@@ -1,0 +1,27 @@
+"""The rendezvous store of one run: a process of its own that serves torch's TCPStore on a socket it was given.
+
+The workers are clients of it (TORCHELASTIC_USE_AGENT_STORE, as under torchrun), so that the port is held by the
+agent from the moment it was found free, and the store outlives rank zero's worker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def serve(descriptor: int, host: str, port: int) -> None:
+    """Serve the store on a bound socket until this process is ended. Imports torch if nobody has."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    while store is not None:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    from hpc.node.worker import die_with_parent
+
+    die_with_parent(os.getppid())
+    serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

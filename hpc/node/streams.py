@@ -1,0 +1,106 @@
+"""What workers print: to their log files as it comes, and to the screen in whole lines with the rank in front."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+LINE_LIMIT = 8192
+VISIBLE_LIMIT_S = 60.0
+
+
+class WorkerStream:
+    """One pipe from a worker (its stdout or stderr), copied to its log and to the screen."""
+
+    def __init__(self, log: int | None, screen: BinaryIO, prefix: bytes) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self._log, self._screen, self._prefix = log, screen, prefix
+        self._partial = b""
+
+    def copy(self) -> bool:
+        """Copy what has come; False when every writer has closed its end."""
+        while True:
+            try:
+                data = os.read(self.reader, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            if self._log is not None:
+                _write_all(self._log, data)
+            self._show(data)
+
+    def _show(self, data: bytes) -> None:
+        if not self._prefix:
+            self._emit(data)
+            return
+        text = self._partial + data
+        # a progress bar ends its line with a carriage return: each state of it becomes a line of its own
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not end and len(text) > LINE_LIMIT:
+            end = len(text)
+        whole, self._partial = text[:end], text[end:]
+        lines = [line for line in whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")]
+        if lines and not lines[-1]:
+            lines.pop()
+        if lines:
+            self._emit(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def _emit(self, data: bytes) -> None:
+        try:
+            self._screen.write(data)
+            self._screen.flush()
+        except (BrokenPipeError, ValueError):
+            return  # nobody looks any more; the log file has it
+
+    def finish(self) -> None:
+        """Copy what is left and close this end, without waiting for descendants that still hold the other."""
+        self.copy()
+        if self._partial:
+            self._emit(self._prefix + self._partial + b"\n")
+            self._partial = b""
+        os.close(self.reader)
+
+    def close_writer(self) -> None:
+        """Close the worker's end in the agent, once the worker has it."""
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def close(self) -> None:
+        """Close both ends, in a forked worker after its streams are in place."""
+        self.close_writer()
+        os.close(self.reader)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError:
+        return  # a full disk must not stop the training; the screen still shows it
+
+
+def open_log(folder: Path | None, rank: int) -> int | None:
+    """Open `folder/rank-<n>.log` for appending, mode 0600; None without a folder, or when it cannot be written.
+
+    The folder is made by the controller. On a shared file system other nodes may see it late: it is waited for,
+    never made here.
+    """
+    if folder is None:
+        return None
+    deadline = time.monotonic() + VISIBLE_LIMIT_S
+    while True:
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            return os.open(folder / f"rank-{rank}.log", flags, 0o600)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.2)
+        except OSError:
+            return None

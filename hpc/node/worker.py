@@ -1,0 +1,128 @@
+"""What a worker process is before its own code runs: its session, environment, cores and streams.
+
+A Python script or module runs in a fork of the agent that has torch imported already; anything else, or everything
+when forking is off, in a process of its own program. Either way it finds what torchrun would give it: the same
+variables and arguments, and its exit code is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from hpc.command import Target
+from hpc.node.signals import IGNORED_BY_COMMANDS
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent dies. Source: prctl(2), PR_SET_PDEATHSIG."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends. Source: prctl(2), PR_SET_CHILD_SUBREAPER."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One worker about to start: everything its process needs to know."""
+
+    target: Target
+    environ: Mapping[str, str]
+    cores: Sequence[int]
+    stdout: int
+    stderr: int
+    agent: int
+    """The agent's process id."""
+
+    def enter(self) -> None:
+        """In the new process: a session of its own, death with the agent, its streams, its cores, its environment."""
+        os.setsid()
+        die_with_parent(self.agent)
+        os.dup2(self.stdout, 1)
+        os.dup2(self.stderr, 2)
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+        for number in IGNORED_BY_COMMANDS:
+            signal.signal(number, signal.SIG_IGN)  # a notice must not kill a script that has no handler for it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def become(self) -> int:
+        """In a forked process: run the target as Python's `__main__`; returns its exit code or raises SystemExit."""
+        os.environ.clear()
+        os.environ.update(self.environ)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _reseed(int(self.environ.get("OMP_NUM_THREADS", "0") or 0))
+        target = self.target
+        try:
+            if target.kind == "script":
+                sys.argv = [target.name, *target.arguments]
+                sys.path[0] = os.path.dirname(os.path.abspath(target.name))
+                runpy.run_path(target.name, run_name="__main__")
+            else:
+                sys.argv = [target.name, *target.arguments]
+                runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            write_error_file(self.environ.get(ERROR_FILE_VARIABLE), error)
+            sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+            return 1
+        return 0
+
+
+def _reseed(threads: int) -> None:
+    """What a fresh interpreter would have of its own: NumPy's global generator, and torch's number of threads."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and threads > 0:
+        torch.set_num_threads(threads)
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy, as the script's own interpreter would show it."""
+    kept = trace
+    while kept is not None and kept.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        kept = kept.tb_next
+    return kept or trace
+
+
+def write_error_file(path: str | None, error: BaseException) -> None:
+    """Write torchrun's error file for an exception, before anything is torn down; an existing one is kept.
+
+    Source: PyTorch documentation, "Error Propagation" (torch.distributed.elastic.multiprocessing.errors).
+    """
+    if not path or os.path.exists(path):
+        return
+    now = time.time()
+    text = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(now)), "time": now},
+    }
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            json.dump({"message": message}, stream)
+    except OSError:
+        return  # the traceback is still printed
