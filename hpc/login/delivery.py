@@ -1,0 +1,118 @@
+"""Hand a batch script to sbatch exactly once, and understand its answer, also a lost one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc.errors import SlurmCommandError, SubmissionError
+from hpc.slurm import commands
+
+SUBMIT_TIMEOUT_S = float(os.environ.get("HPC_SUBMIT_TIMEOUT_S", "60"))
+LOOK_PAUSES_S = (0.0, 2.0, 5.0)
+"""Pauses before each look for a job whose answer was lost; a busy controller lists it late."""
+
+_LOST = re.compile(
+    r"timed? ?out|zero bytes|unable to contact|communication|connect|transport|connection|socket|try again later|protocol",
+    re.IGNORECASE,
+)
+_JOB_ID = re.compile(r"\bjob ([0-9]+)", re.IGNORECASE)
+
+_REASONS = (
+    ("invalid partition", "there is no such partition"),
+    ("invalid account or account/partition", "you may not use this account, or not in this partition"),
+    ("invalid account", "there is no such account for you"),
+    ("invalid qos", "there is no such quality of service for you"),
+    ("requested node configuration is not available", "no nodes of the partition can ever give what is asked for"),
+    ("node count specification invalid", "the partition does not have so many nodes"),
+    ("more processors requested", "more CPU cores are asked for than there are"),
+    ("invalid generic resource", "no node has such GPUs"),
+    ("invalid feature specification", "no node has such a feature (--constraint)"),
+    ("requested time limit is invalid", "the time limit is longer than the partition allows"),
+    ("memory specification can not be satisfied", "no node has so much memory"),
+    ("invalid node name", "there is no such node"),
+    ("requested reservation is invalid", "there is no such reservation for you"),
+    ("access/permission denied", "you may not do this here"),
+    ("user's group not permitted", "your group may not use this partition"),
+    ("job violates accounting/qos policy", "a limit of your account or quality of service is reached"),
+    ("invalid wckey", "there is no such wckey for you"),
+    ("unrecognized option", "sbatch does not know an option of slurm.extra"),
+)
+_OFFERS_MATTER = re.compile(r"partition|node|processors|generic resource|feature|time limit|memory|gres", re.IGNORECASE)
+
+
+def deliver(script: Path, environ: Mapping[str, str]) -> str:
+    """Run sbatch on the script and return the job's id.
+
+    sbatch runs once. If its answer is lost, the job is looked for by the script's path, which no other job has.
+
+    Raises:
+        SubmissionError: the cluster refused; nothing is queued. Says why, and what the cluster offers.
+        SlurmCommandError: the answer is lost and the job was not seen, so it may still come.
+    """
+    try:
+        answer = commands.ask("sbatch", [str(script)], timeout_s=SUBMIT_TIMEOUT_S, environ=environ)
+    except (SlurmCommandError, KeyboardInterrupt) as error:
+        return _look_for(script, "interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+    found = _JOB_ID.search(answer.stdout)
+    if answer.returncode == 0 and found:
+        return found[1]
+    if answer.returncode == 0 or answer.returncode < 0 or _LOST.search(answer.stderr):
+        return _look_for(script, f"sbatch: {answer.complaint}")
+    raise SubmissionError(_refusal(answer.complaint))
+
+
+def _look_for(script: Path, why: str) -> str:
+    """The job that a lost answer of sbatch made, if it is seen in the queue.
+
+    Raises:
+        SlurmCommandError: it is not seen.
+    """
+    trouble = ""
+    for pause in LOOK_PAUSES_S:
+        time.sleep(pause)
+        try:
+            job_id = commands.find_job_by_command(script)
+        except SlurmCommandError as error:
+            trouble = f" (asking for it: {error})"
+            continue
+        trouble = ""
+        if job_id is not None:
+            return job_id
+    seen = "whether the job was taken cannot be told" if trouble else "the job is not in the queue, but may still come"
+    raise SlurmCommandError(
+        f"the answer of sbatch was lost ({why}): {seen}{trouble}; nothing is sent twice: before you submit again, "
+        f"look for {shlex.quote(str(script))} in: squeue --me --format='%i %T %o'"
+    )
+
+
+def _refusal(complaint: str) -> str:
+    """A refusal in the user's words, Slurm's own behind them, and what there is instead."""
+    lowered = complaint.lower()
+    said = re.sub(r"sbatch: (error|fatal): (Batch job submission failed: )?", "", complaint)
+    reason = next((words for text, words in _REASONS if text in lowered), None)
+    message = f"the cluster refused the job: {f'{reason} ({said})' if reason else said}"
+    if _OFFERS_MATTER.search(complaint):
+        message += offers()
+    return f"{message}; nothing was submitted"
+
+
+def offers() -> str:
+    """The partitions, their nodes, GPUs and longest time, as the end of a sentence; "" when sinfo does not tell."""
+    try:
+        found = commands.partitions()
+    except SlurmCommandError:
+        return ""
+    shown = []
+    for part in found[:20]:
+        gpus = ", ".join(item.partition("(")[0] for item in part.gres.split(",") if item.startswith("gpu")) or "no GPU"
+        limit = "no time limit" if part.time_limit == "infinite" else f"up to {part.time_limit}"
+        default = " (the default)" if part.is_default else ""
+        shown.append(f"{part.name}{default}: {part.nodes} nodes with {gpus}, {part.cpus_per_node} cores, {limit}")
+    if len(found) > len(shown):
+        shown.append("and more (sinfo)")
+    return f"; there is {'; '.join(shown)}" if shown else ""

@@ -1,0 +1,228 @@
+"""From a configuration to a job in the queue, or to a run on this machine: what the door of the login node does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import hpc
+from hpc.config import Loaded
+from hpc.errors import SubmissionError, UsageError, printable
+from hpc.login import snapshot
+from hpc.login.inherited import without_outer_job
+from hpc.login.plan import Place, Plan, directory_name, make_plan, run_name
+from hpc.rundir import RunDirectory, new_run_id, write_private
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A job that is in the queue."""
+
+    job_id: str
+    plan: Plan
+    output: Path
+    """The batch step's screen; of an array the pattern of its elements' files."""
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Made:
+    """A run directory, and what of it was not there before."""
+
+    directory: RunDirectory
+    topmost: Path | None
+    """The highest directory that was made; None when the run directory was there."""
+
+    def remove(self) -> None:
+        """Take away what was made, as if nothing had been asked."""
+        if self.topmost is not None:
+            shutil.rmtree(self.directory.path, ignore_errors=True)
+            for path in (self.directory.path, *self.directory.path.parents):
+                if path != self.directory.path:
+                    try:
+                        path.rmdir()
+                    except OSError:
+                        return
+                if path == self.topmost:
+                    return
+
+
+def preview(loaded: Loaded) -> Plan:
+    """The plan as it would be sent now, with a run directory that is not made.
+
+    Raises:
+        UsageError: something in the configuration or in a path that cannot be sent.
+    """
+    config = loaded.config
+    run_dir = Path(os.path.abspath(config.run_root)) / f"{directory_name(run_name(config))}-{new_run_id()}"
+    run_dir = run_dir if config.run_dir is None else Path(os.path.abspath(config.run_dir))
+    workdir = Path(os.getcwd())
+    root = snapshot.work_tree(workdir) or workdir
+    manifest = snapshot.Manifest(root=str(root), directory=os.path.relpath(workdir, root))
+    return make_plan(loaded, _place(loaded, run_dir, run_dir / "code", manifest))
+
+
+def send(loaded: Loaded) -> Sent:
+    """Make the run directory, copy the code, write the script and submit it.
+
+    Raises:
+        UsageError: refused here or by the cluster; nothing is queued, and what was made is gone again.
+        SlurmCommandError: no answer from Slurm, so that the job may be queued; the run directory stays.
+    """
+    config = loaded.config
+    if os.geteuid() == 0 and not config.slurm.allow_root:
+        raise UsageError(
+            "you are root, and a job of root can touch everybody's processes and files; "
+            "submit as an ordinary user, or give --allow-root"
+        )
+    inherited = without_outer_job(os.environ, keep_gpus=False)
+    preview(loaded)
+    if shutil.which("sbatch", path=inherited.environ.get("PATH")) is None:
+        raise SubmissionError(
+            "sbatch is not on PATH, so this is no machine of a Slurm cluster (module load slurm?); "
+            "--local runs the job here, --dry-run shows what would be sent"
+        )
+    from hpc.login import delivery, submitter  # late: submitit takes longer to import than all refusals above
+
+    made = _make_directory(loaded)
+    directory = made.directory
+    try:
+        destination = _free_name(directory.code)
+        manifest = snapshot.take(Path(os.getcwd()), destination)
+        plan = make_plan(loaded, _place(loaded, directory.path, destination, manifest))
+        _write_configs(plan, directory)
+        text = submitter.render(plan)
+        write_private(directory.job_script, text)
+    except BaseException:
+        made.remove()
+        raise
+    try:
+        job_id = delivery.deliver(directory.job_script, inherited.environ)
+    except SubmissionError:
+        made.remove()
+        raise
+    directory.append_event(
+        "submitted",
+        job_id=job_id,
+        name=plan.name,
+        workdir=str(plan.place.workdir),
+        commit=manifest.commit,
+        dirty=manifest.dirty,
+        files=len(manifest.files),
+    )
+    notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest)]
+    output = directory.output_file(job_id) if not plan.array else directory.path / f"slurm-{job_id}_%a.out"
+    return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
+
+
+def run_here(loaded: Loaded) -> NoReturn:
+    """Become the controller of a local run, in a new run directory; the variables of an outer job are taken away.
+
+    Raises:
+        UsageError: the run directory cannot be made, or the interpreter not be run.
+    """
+    inherited = without_outer_job(os.environ, keep_gpus=True)
+    plan = preview(loaded)
+    made = _make_directory(loaded)
+    run_dir = made.directory.path
+    write_private(made.directory.config_file, plan.config_yaml)
+    if inherited.outer_job is not None:
+        print(
+            f"inside job {printable(inherited.outer_job)}: its Slurm variables are ignored, the run starts by itself here",
+            file=sys.stderr,
+        )
+    print(f"run directory {printable(str(run_dir))}", file=sys.stderr, flush=True)
+    environ = dict(inherited.environ)
+    toolkit = plan.place.toolkit
+    if toolkit is not None:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(toolkit), environ.get("PYTHONPATH"))))
+    python = plan.place.python
+    try:
+        os.execve(python, [python, "-u", "-m", "hpc.launch", "--local", "--run-dir", str(run_dir)], environ)
+    except OSError as error:
+        made.remove()
+        raise UsageError(
+            f"the interpreter {printable(python)} cannot be run ({error.strerror}); correct launch.python"
+        ) from None
+
+
+def _place(loaded: Loaded, run_dir: Path, destination: Path, manifest: snapshot.Manifest) -> Place:
+    """Where the job will run from; the toolkit's own copy is used when the copied tree is the toolkit's."""
+    config = loaded.config
+    python = _interpreter(config.launch.python)
+    toolkit: Path | None = Path(os.path.abspath(hpc.__file__)).parent.parent
+    if toolkit is not None and toolkit.name in ("site-packages", "dist-packages") and python == sys.executable:
+        toolkit = None
+    copied = config.launch.code == "snapshot" and not config.command and manifest.note is None
+    if copied and toolkit is not None and toolkit.is_relative_to(manifest.root):
+        toolkit = destination / toolkit.relative_to(manifest.root)
+    return Place(
+        run_dir=run_dir,
+        workdir=Path(os.getcwd()),
+        python=python,
+        toolkit=toolkit,
+        code=manifest.working_directory(destination) if copied else None,
+    )
+
+
+def _interpreter(asked: str | None) -> str:
+    if asked is None:
+        return sys.executable
+    found = asked if os.sep in asked else shutil.which(asked)
+    if found is None:
+        raise UsageError(f"launch.python={printable(asked)} is not on PATH; give its absolute path")
+    return os.path.abspath(os.path.expanduser(found))
+
+
+def _make_directory(loaded: Loaded) -> _Made:
+    config = loaded.config
+    wanted = Path(os.path.abspath(config.run_root if config.run_dir is None else Path(config.run_dir).parent))
+    missing = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    if config.run_dir is None:
+        directory = RunDirectory.create(wanted, directory_name(run_name(config)))
+        return _Made(directory, missing[-1] if missing else directory.path)
+    path = Path(os.path.abspath(config.run_dir))
+    if path.exists():
+        return _Made(RunDirectory.open(path), None)
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise UsageError(f"cannot make the run directory {printable(str(path))}: {error.strerror}") from None
+    return _Made(RunDirectory.open(path), missing[-1] if missing else path)
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, ... that is free: an earlier submission's copy is left as it is."""
+    number, free = 2, path
+    while free.exists():
+        free, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return free
+
+
+def _write_configs(plan: Plan, directory: RunDirectory) -> None:
+    write_private(directory.config_file, plan.config_yaml)
+    for index in plan.array:
+        element = plan.element_directory(index)
+        try:
+            element.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make {printable(str(element))}: {error.strerror}") from None
+        write_private(element / directory.config_file.name, plan.config_yaml)
+
+
+def _snapshot_notes(loaded: Loaded, manifest: snapshot.Manifest) -> list[str]:
+    if loaded.config.launch.code != "snapshot":
+        return []
+    if manifest.note is not None:
+        return [f"{printable(manifest.note)}; the job runs the code as it is when it starts"]
+    if manifest.left_out and not loaded.config.command:
+        return [
+            f"{manifest.left_out} files (over 1 MiB, or links out of the tree) are not in the copy of the code; "
+            f"if the job imports one, use launch.code=live"
+        ]
+    return []
