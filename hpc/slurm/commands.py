@@ -1,0 +1,316 @@
+"""The only place that runs a Slurm command: by argv, with a time-out, and answers as values.
+
+The step's own `srun` is a child that the controller watches; its argv is built and started in `hpc.allocation`.
+Slurm's programs may print bytes of any encoding (a job name of another user, say): they are decoded with escapes and
+never stop a caller. Variables that change what the programs print (SQUEUE_FORMAT and the like) do not reach them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc.errors import SlurmCommandError, printable
+from hpc.slurm.states import JobState, parse_state
+
+TIMEOUT_S = 30.0
+_SHAPING_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "LANG", "LC_")
+_JOB_ID = re.compile(r"[0-9]+(?:[_+][0-9]+)?")
+_FIELD = re.compile(r"(?:^|(?<=\s))([A-Za-z][A-Za-z0-9_/:&]*)=")
+_FREE_TEXT = frozenset(
+    "JobName Comment AdminComment SystemComment Extra Command WorkDir StdErr StdIn StdOut MailUser SubmitLine".split()
+)
+_AFTER_FREE_TEXT = frozenset(
+    "UserId WorkDir Comment AdminComment SystemComment StdErr StdIn StdOut Power TresPerNode MailUser".split()
+)
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a Slurm command said. `returncode` is `subprocess`'s."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def complaint(self) -> str:
+        """What it complained about, as one line."""
+        lines = [line.strip() for line in (self.stderr or self.stdout).splitlines() if line.strip()]
+        return printable("; ".join(lines)) or f"exit code {self.returncode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One kind of node in one partition; a partition of several kinds gives several. `gres` is "" for none."""
+
+    name: str
+    is_default: bool
+    available: str
+    time_limit: str
+    nodes: int
+    cpus_per_node: str
+    memory_mib: str
+    gres: str
+    features: str
+
+
+def ask(
+    program: str,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
+) -> Answer:
+    """Run one Slurm program to its end; an exit code other than 0 is the caller's to judge.
+
+    `environ` replaces the environment of this process; LC_ALL is set in any case.
+
+    Raises:
+        SlurmCommandError: the program is missing or may not be run, or gave no answer within `timeout_s`.
+    """
+    base = os.environ if environ is None else environ
+    env = {name: value for name, value in base.items() if not name.startswith(_SHAPING_PREFIXES)}
+    env["LC_ALL"] = "C.UTF-8"
+    try:
+        process = subprocess.Popen(
+            [program, *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise SlurmCommandError(
+            f"{program} is not on PATH; run this on a machine with Slurm's client programs (module load slurm?)"
+        ) from None
+    except OSError as error:
+        raise SlurmCommandError(f"{program} cannot be run: {error.strerror or error}") from None
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise SlurmCommandError(
+            f"{program} gave no answer within {timeout_s:g} s; the Slurm controller may be overloaded or down: try `sinfo`"
+        ) from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    return Answer(
+        returncode=process.returncode,
+        stdout=stdout.decode("utf-8", "backslashreplace"),
+        stderr=stderr.decode("utf-8", "backslashreplace"),
+    )
+
+
+def show_job(job_id: str) -> dict[str, str]:
+    """The fields of `scontrol show job`, {} when Slurm does not know the job (any more).
+
+    Values may hold blanks and "="; of an array's elements the first is given.
+
+    Raises:
+        SlurmCommandError: no answer, or one that is neither a job nor "no such job".
+    """
+    answer = ask("scontrol", ["show", "job", _checked(job_id)])
+    if answer.returncode != 0:
+        if "invalid job id" in (answer.stderr + answer.stdout).lower():
+            return {}
+        raise SlurmCommandError(f"scontrol show job {job_id}: {answer.complaint}")
+    return parse_job(answer.stdout)
+
+
+def parse_job(text: str) -> dict[str, str]:
+    """The fields of one job as `scontrol show job` prints them, on several lines or (with -o) on one.
+
+    A field that holds a user's text (a name, a comment, a path) ends at the end of its line, or on one line at the next
+    field that can follow it; what such a text says about other fields is not believed.
+    """
+    lines = [line.rstrip() for line in text.strip("\n").split("\n\n", 1)[0].split("\n")]
+    one_line = len([line for line in lines if line]) == 1
+    fields: dict[str, str] = {}
+    for line in lines:
+        matches = list(_FIELD.finditer(line))
+        index = 0
+        while index < len(matches):
+            name = matches[index][1]
+            following = index + 1
+            if name in _FREE_TEXT:
+                while following < len(matches) and not (one_line and matches[following][1] in _AFTER_FREE_TEXT):
+                    following += 1
+            end = matches[following].start() if following < len(matches) else len(line)
+            fields.setdefault(name, line[matches[index].end() : end].strip())
+            index = following
+    return fields
+
+
+def state_of(job_id: str) -> JobState | None:
+    """The job's state: squeue is asked first, then scontrol, then accounting; None when none of them knows the job.
+
+    Where accounting is missing, one warning is printed on stderr, once per process.
+
+    Raises:
+        SlurmCommandError: squeue and scontrol gave no answer at all.
+    """
+    _checked(job_id)
+    failure: SlurmCommandError | None = None
+    try:
+        answer = ask("squeue", ["--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"])
+        states = [parse_state(line) for line in answer.stdout.splitlines() if line.strip()]
+        if answer.returncode == 0 and states:
+            return _least_finished(states)
+    except SlurmCommandError as error:
+        failure = error
+    try:
+        fields = show_job(job_id)
+        if "JobState" in fields:
+            return parse_state(fields["JobState"])
+    except SlurmCommandError as error:
+        failure = failure or error
+    state = _state_in_accounting(job_id)
+    if state is None and failure is not None:
+        raise failure
+    return state
+
+
+def _state_in_accounting(job_id: str) -> JobState | None:
+    try:
+        answer = ask(
+            "sacct",
+            ["--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={job_id}", "--format=State"],
+        )
+        complaint = answer.complaint if answer.returncode != 0 else ""
+    except SlurmCommandError as error:
+        complaint = str(error)
+    if complaint:
+        _tell_once(f"no accounting to ask for states that squeue has forgotten ({complaint})")
+        return None
+    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    return parse_state(lines[-1]) if lines else None  # one line per attempt, the last one counts
+
+
+def _least_finished(states: Sequence[JobState]) -> JobState:
+    """Of the states of an array's elements the one that is furthest from a good end."""
+    phases = (
+        lambda state: state.is_running,
+        lambda state: state.is_completing,
+        lambda state: state.is_pending,
+        lambda state: not state.succeeded,
+    )
+    for phase in phases:
+        for state in states:
+            if phase(state):
+                return state
+    return states[0]
+
+
+def partitions() -> list[Partition]:
+    """What the cluster offers, in its own order.
+
+    Raises:
+        SlurmCommandError: sinfo failed.
+    """
+    answer = ask("sinfo", ["--noheader", "--format=%P|%a|%l|%D|%c|%m|%G|%f"])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"sinfo: {answer.complaint}")
+    found = []
+    for line in answer.stdout.splitlines():
+        columns = line.strip().split("|")
+        if len(columns) != 8:
+            continue
+        name, available, time_limit, nodes, cpus, memory, gres, features = columns
+        found.append(
+            Partition(
+                name=name.rstrip("*"),
+                is_default=name.endswith("*"),
+                available=available,
+                time_limit=time_limit,
+                nodes=int(nodes) if nodes.isdecimal() else 0,
+                cpus_per_node=cpus,
+                memory_mib=memory,
+                gres="" if gres == "(null)" else gres,
+                features="" if features == "(null)" else features,
+            )
+        )
+    return found
+
+
+def test_only(arguments: Sequence[str], *, environ: Mapping[str, str] | None = None) -> str | None:
+    """What `sbatch --test-only` has against a submission, in Slurm's words on one line; None when it would be taken.
+
+    `arguments` is what sbatch would get: options, then the script's path.
+
+    Raises:
+        SlurmCommandError: sbatch is missing or gave no answer.
+    """
+    answer = ask("sbatch", ["--test-only", *arguments], environ=environ)
+    return None if answer.returncode == 0 else answer.complaint
+
+
+def find_job_by_command(script_path: str | os.PathLike[str]) -> str | None:
+    """The id of this user's newest job in the queue whose batch script is the file; None when there is none.
+
+    Tells after a lost answer from sbatch whether the job was taken after all.
+
+    Raises:
+        SlurmCommandError: squeue failed.
+    """
+    path = os.fspath(script_path)
+    answer = ask("squeue", ["--me", "--noheader", "--states=all", "--format=%F|%o"])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"squeue: {answer.complaint}")
+    wanted = os.fsencode(path).decode("utf-8", "backslashreplace")
+    found = []
+    for line in answer.stdout.splitlines():
+        job_id, _, command = line.strip().partition("|")
+        if job_id.isdecimal() and (command == wanted or command.startswith(wanted + " ")):
+            found.append(int(job_id))
+    return str(max(found)) if found else None
+
+
+def cancel(job_id: str, *, signal_name: str | None = None, whole_job: bool = False) -> None:
+    """Cancel a job, or send it a signal: to its steps' tasks, or with `whole_job` to the batch step as well.
+
+    A job that has already ended is no error.
+
+    Raises:
+        SlurmCommandError: scancel refused for another reason.
+    """
+    arguments = [] if signal_name is None else [f"--signal={signal_name}"]
+    if whole_job:
+        arguments.append("--full")
+    answer = ask("scancel", [*arguments, _checked(job_id)])
+    if answer.returncode != 0 and "already complet" not in answer.stderr.lower():
+        raise SlurmCommandError(f"scancel {job_id}: {answer.complaint}")
+
+
+def requeue(job_id: str) -> None:
+    """Put a job, or one element of an array ("1234_2"), back into the queue. A running one loses its nodes at once.
+
+    Raises:
+        SlurmCommandError: Slurm refused, as it does for a job that was submitted without --requeue.
+    """
+    answer = ask("scontrol", ["requeue", _checked(job_id)])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"scontrol requeue {job_id}: {answer.complaint}")
+
+
+def _checked(job_id: str) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise SlurmCommandError(f"{job_id!r} is not a job id; one such as 1234 or 1234_2 was needed")
+    return job_id
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        print(f"hpc: warning: {printable(text)}", file=sys.stderr, flush=True)
