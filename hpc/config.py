@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from hpc import fields, rules, yamltext
 from hpc.errors import ConfigError, printable
@@ -71,14 +71,14 @@ def load(
         raise ConfigError(f"both a job ({job}) and a command (after --) are given; needs one of them")
     site_layers = [yamltext.read_file(path) for path in _site_files()] if site else []
     file_layers = [yamltext.read_file(Path(path)) for path in files]
-    typed_layers = [_flag_layer(flags), *(yamltext.read_override(text) for text in overrides)]
+    typed = _flag_layer(flags)
+    for text in overrides:
+        typed = _combined(typed, yamltext.read_override(text))
     if job is not None:
-        typed_layers.append(_entry("job", job))
-        if not _names(typed_layers, "command"):
-            typed_layers.append(_entry("command", []))
-    if command:
-        typed_layers.append(_entry("command", list(command)))
-    return _merge(site_layers, file_layers + typed_layers)
+        typed = _combined(typed, _entry("job", job))
+    if job is not None and "command" not in typed.entries or command:
+        typed = _combined(typed, _entry("command", list(command)))
+    return _merge(site_layers, [*file_layers, typed])
 
 
 def load_text(yaml_text: str) -> Loaded:
@@ -127,27 +127,50 @@ def _merge(below_job: list[Branch], above_job: list[Branch], *, base: bool = Tru
         if base and base_file.exists():
             layers = [*below_job, _base_layer(base_file), *above_job]
     known = fields.known_paths(types_of)
-    values = [fields.read_branch(layer, types_of, known) for layer in layers]
-    config = _instance(Config, values, "the toolkit's settings")
-    parameters = None
-    if parameters_type is not None:
-        parameters = _instance(parameters_type, values, f"{config.job}: parameters")
-    return Loaded(rules.checked(config, _origins(layers)), parameters)
+    values = [_one_of_each(fields.read_branch(layer, types_of, known)) for layer in layers]
+    origins = _origins(layers)
+    try:
+        config = _instance(Config, values, "the toolkit's settings")
+        config.command = chosen.get("command", [])
+        parameters = None
+        if parameters_type is not None:
+            parameters = _instance(parameters_type, values, f"parameters of {config.job}")
+    except ConfigError as error:
+        raise ConfigError(_with_origin(str(error), origins)) from None
+    return Loaded(rules.checked(config, origins), parameters)
+
+
+def _one_of_each(layer: dict[str, Any]) -> dict[str, Any]:
+    """The layer with null for what a setting of it takes the place of: mem_per_gpu here ends a mem of an earlier file."""
+    slurm = layer.get("slurm", {})
+    replaced = {
+        other: None
+        for group in rules.EXCLUSIVE
+        if any(slurm.get(name) is not None for name in group)
+        for other in group
+        if other not in slurm
+    }
+    return {**layer, "slurm": slurm | replaced} if replaced else layer
 
 
 def _instance(schema: type, layers: list[dict[str, Any]], what: str) -> Any:
     """The merged layers as an instance of the dataclass; keys of other schemas are left out."""
-    names = {field.name for field in dataclasses.fields(schema)}
+    names = {field.name for field in dataclasses.fields(schema)} - {
+        "command"
+    }  # a command is never a "???" of OmegaConf
     try:
         merged = OmegaConf.structured(schema)
         for layer in layers:
             merged = OmegaConf.merge(merged, _escaped({k: v for k, v in layer.items() if k in names}))
         return OmegaConf.to_object(merged)
+    except MissingMandatoryValue:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        raise ConfigError(f"{what}: {', '.join(missing)} has no value; give {missing[0]}=VALUE") from None
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         message = str(error.msg if getattr(error, "msg", None) else error).splitlines()[0]
         raise ConfigError(f"{what}: {f'{key}: ' if key else ''}{message}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NameError) as error:
         raise ConfigError(f"{what}: {error}") from None
 
 
@@ -187,14 +210,11 @@ def _site_files() -> list[Path]:
 def _flag_layer(flags: Mapping[str, Any]) -> Branch:
     layer = Branch({}, yamltext.COMMAND_LINE)
     for dotted, value in flags.items():
-        if value is None:
-            continue
-        here = layer
-        *groups, last = dotted.split(".")
-        for group in groups:
-            inner = here.entries.setdefault(group, Branch({}, layer.where))
-            here = inner if isinstance(inner, Branch) else layer
-        here.entries[last] = yamltext.from_value(value, layer.where)
+        if value is not None:
+            node = yamltext.from_value(value, layer.where)
+            for part in reversed(dotted.split(".")):
+                node = Branch({part: node}, layer.where)
+            layer = _combined(layer, cast(Branch, node))
     return layer
 
 
@@ -206,8 +226,13 @@ def _entry(key: str, value: Any) -> Branch:
     return Branch({key: yamltext.Scalar(value, False, where)}, where)
 
 
-def _names(layers: list[Branch], key: str) -> bool:
-    return any(key in layer.entries for layer in layers)
+def _combined(below: Branch, above: Branch) -> Branch:
+    """Two trees of one place as one: groups joined, anything else of `above` taken."""
+    entries = dict(below.entries)
+    for key, node in above.entries.items():
+        old = entries.get(key)
+        entries[key] = _combined(old, node) if isinstance(old, Branch) and isinstance(node, Branch) else node
+    return Branch(entries, below.where, below.key_where | above.key_where)
 
 
 def _where(layers: list[Branch], key: str) -> str:
@@ -232,6 +257,13 @@ def _origins(layers: list[Branch]) -> dict[str, str]:
     return origins
 
 
+def _with_origin(message: str, origins: Mapping[str, str]) -> str:
+    """A refusal that a schema wrote ("train.epochs=0: ...") with the place where the value was written."""
+    match = re.match(r"([\w.]+)=[^\s:(]*", message)
+    place = origins.get(match[1]) if match else None
+    return f"{match[0]} ({place}){message[match.end() :]}" if match and place else message
+
+
 def _base_layer(path: Path) -> Branch:
     layer = yamltext.read_file(path)
     for key in _JOB_KEYS:
@@ -252,7 +284,10 @@ def _beside(schema: type, job: str) -> Mapping[str, Any]:
 
 def _search_working_directory() -> None:
     """Let modules of the working directory be found first, as `python -m` does (console scripts do not)."""
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
     if not getattr(sys.flags, "safe_path", False) and here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
 

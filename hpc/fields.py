@@ -63,7 +63,7 @@ def read_branch(branch: Branch, types_of: Mapping[str, Any], known: AnySequence[
     for key, node in branch.entries.items():
         dotted = f"{path}.{key}" if path else key
         if key not in types_of:
-            raise ConfigError(_unknown(dotted, node, branch.key_where.get(key, branch.where), known))
+            raise ConfigError(_unknown(dotted, branch.key_where.get(key, branch.where), known))
         values[key] = read_value(node, types_of[key], known, dotted)
     return values
 
@@ -172,7 +172,7 @@ def _dict(node: Node, arguments: tuple[Any, ...], known: AnySequence[str], path:
     values = {}
     for key, inner in node.entries.items():
         place = node.key_where.get(key, node.where)
-        typed = read_value(Scalar(key, True, place), key_type, known, path) if key_type is not Any else key
+        typed = key if key_type in (str, Any) else read_value(Scalar(key, True, place), key_type, known, path)
         values[typed] = read_value(inner, value_type, known, f"{path}.{key}")
     return values
 
@@ -289,14 +289,9 @@ def nearest(path: str, known: AnySequence[str]) -> str | None:
     return best
 
 
-def _unknown(path: str, node: Node, where: str, known: AnySequence[str]) -> str:
+def _unknown(path: str, where: str, known: AnySequence[str]) -> str:
     close = nearest(path, known)
-    shown = f"{path}={describe(node)}" if isinstance(node, Scalar) else path
     advice = f"did you mean {close}?" if close else "no setting has a name like it"
     if path.startswith("slurm."):
         advice += " (any other option of sbatch: slurm.extra.NAME=VALUE)"
-    return (
-        f"unknown key {path} in {shown} ({where}); {advice}"
-        if shown != path
-        else f"unknown key {path} ({where}); {advice}"
-    )
+    return f"unknown key {path} ({where}); {advice}"

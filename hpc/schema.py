@@ -6,7 +6,6 @@ A job's own parameters stand beside these at the top level (jobs/<name>/config.p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -37,7 +36,7 @@ class SlurmConfig:
     nodelist: str | None = None
     reservation: str | None = None
     signal: str = "USR2"
-    """The warning signal before the time limit; USR2, since NCCL may use USR1. Script and handlers take it from here."""
+    """The warning signal before the time limit, by name without SIG; USR2, since NCCL may use USR1. Script and handlers take it from here."""
     signal_lead_s: int = 120
     """Seconds before the time limit at which the warning signal is sent (Slurm may send it up to 60 s early)."""
     requeue: bool = True
@@ -46,8 +45,9 @@ class SlurmConfig:
     """Shell lines before Python starts (module load, source activate); the job ends if one fails."""
     allow_root: bool = False
     """Submit although you are root."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Any other option of sbatch by its long name: extra.mail-type=END; true for an option without a value."""
+    extra: dict[str, str | bool | None] = field(default_factory=dict)
+    """Any other option of sbatch by its long name: extra.mail-type=END; true for an option without a value (extra.hold=true),
+    false or null for one that is left out although the site's file names it."""
 
 
 @dataclass

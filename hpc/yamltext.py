@@ -115,6 +115,10 @@ def read_override(text: str, where: str = COMMAND_LINE) -> Branch:
     parts = key.split(".")
     if not separator or not all(parts) or key != key.strip():
         raise ConfigError(f"{where}: {printable(text)!r} is no setting; write it as key=value, such as train.epochs=3")
+    if len(parts) > DEPTH_LIMIT:
+        raise ConfigError(
+            f"{where}: a key of {len(parts)} parts; no setting is nested more than {DEPTH_LIMIT} levels deep"
+        )
     node: Node = _read_value(value, where)
     for part in reversed(parts):
         node = Branch({part: node}, where, {part: where})
