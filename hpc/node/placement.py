@@ -94,7 +94,9 @@ def with_workers(task: TaskEnvironment, workers_per_node: int | None) -> TaskEnv
     idle = len(task.visible_gpus) - tasks_here
     notes = task.notes
     if idle > 0:
-        notes += (f"{len(task.visible_gpus)} GPUs are visible to {tasks_here} tasks on this node: {idle} stay idle",)
+        notes += (
+            f"{len(task.visible_gpus)} GPUs are visible here and the tasks on this node need {tasks_here}: {idle} stay idle",
+        )
     return replace(task, workers=1, notes=notes)
 
 

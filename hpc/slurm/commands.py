@@ -257,7 +257,7 @@ def test_only(arguments: Sequence[str], *, environ: Mapping[str, str] | None = N
 
 
 def find_job_by_command(script_path: str | os.PathLike[str]) -> str | None:
-    """The id of this user's newest job in the queue whose batch script is the file; None when there is none.
+    """The id of this user's newest job whose batch script is the file, as far as Slurm still knows it; None for none.
 
     Tells after a lost answer from sbatch whether the job was taken after all.
 
