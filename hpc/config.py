@@ -159,9 +159,8 @@ def _instance(schema: type, layers: list[dict[str, Any]], what: str) -> Any:
         "command"
     }  # a command is never a "???" of OmegaConf
     try:
-        merged = OmegaConf.structured(schema)
-        for layer in layers:
-            merged = OmegaConf.merge(merged, _escaped({k: v for k, v in layer.items() if k in names}))
+        own = [_escaped({key: value for key, value in layer.items() if key in names}) for layer in layers]
+        merged = OmegaConf.unsafe_merge(OmegaConf.structured(schema), *own)  # no copies: nothing else holds these
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue:
         missing = sorted(OmegaConf.missing_keys(merged))

@@ -63,7 +63,10 @@ def read_branch(branch: Branch, types_of: Mapping[str, Any], known: AnySequence[
     for key, node in branch.entries.items():
         dotted = f"{path}.{key}" if path else key
         if key not in types_of:
-            raise ConfigError(_unknown(dotted, branch.key_where.get(key, branch.where), known))
+            place = branch.key_where.get(key, branch.where)
+            while isinstance(node, Branch) and len(node.entries) == 1:  # the key as it was typed, to its end
+                dotted, node = f"{dotted}.{next(iter(node.entries))}", next(iter(node.entries.values()))
+            raise ConfigError(_unknown(dotted, place, known))
         values[key] = read_value(node, types_of[key], known, dotted)
     return values
 

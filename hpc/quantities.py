@@ -115,8 +115,8 @@ def gpu_request(text: str) -> tuple[str | None, int]:
     count = int(match["count"][:10])
     if count == 0:
         raise ValueError(
-            "at least one GPU; for a job without GPUs write slurm.gpus_per_node=null and say how many workers "
-            "with launch.workers_per_node"
+            "at least one GPU; for a job without GPUs give slurm.gpus_per_node=null and the workers with "
+            "--workers-per-node (launch.workers_per_node)"
         )
     if count > _MOST_GPUS:
         raise ValueError(f"the GPUs of one node, at most {_MOST_GPUS}")
