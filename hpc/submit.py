@@ -7,6 +7,8 @@ runs it here. Prints the job id, the run directory, and the commands to follow, 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -49,6 +51,11 @@ _EXAMPLES = """examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        import difflib  # late, as all that --help does not need
+
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
+        if unknown != message and (close := difflib.get_close_matches(unknown, self._option_string_actions, n=1)):
+            message += f"; did you mean {close[0]}?"
         raise UsageError(f"{message} (all flags: python -m hpc.submit --help)")
 
 
@@ -78,9 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         from hpc.login.follow import follow
 
+        gc.enable()
         return follow(sent.job_id, sent.output, tell=_tell)
     except HpcError as error:
         return report(DOOR, error)
+    except BrokenPipeError:  # the reader of --dry-run has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,14 +138,13 @@ def _load(asked: argparse.Namespace, job: str | None, overrides: list[str], comm
 def _print_plan(loaded: Loaded) -> int:
     """Print the batch script and, as a here-document that does nothing, the merged configuration: one valid script."""
     from hpc.login import submission, submitter
+    from hpc.login.inherited import without_outer_job
 
     plan = submission.preview(loaded)
-    sys.stdout.write(submitter.render(plan))
-    sys.stdout.write(
-        f"\n# Not part of the script: the run's merged configuration\n: <<'config.yaml'\n{plan.config_yaml}"
-    )
-    sys.stdout.write("config.yaml\n")
-    for note in plan.notes:
+    print(submitter.render(plan))
+    print("# Not part of the script: the run's merged configuration")
+    print(f": <<'config.yaml'\n{plan.config_yaml.rstrip()}\nconfig.yaml", flush=True)
+    for note in (*plan.notes, *without_outer_job(os.environ, keep_gpus=False).warnings):
         _tell(f"note: {note}")
     return 0
 
@@ -144,7 +154,7 @@ def _print_sent(sent: Sent) -> None:
         _tell(f"note: {note}")
     print(f"job {sent.job_id} submitted: {printable(sent.plan.name)}")
     print(f"  directory  {printable(str(sent.plan.run_dir))}")
-    print(f"  follow     tail -F {printable(shlex.quote(str(sent.output)))}")
+    print(f"  follow     tail -F {printable(shlex.quote(str(sent.output.parent)))}/{sent.output.name}")
     print(f"  cancel     scancel {sent.job_id}")
     print(f"  look       scontrol show job {sent.job_id}", flush=True)
 
@@ -162,4 +172,7 @@ def _given(asked: argparse.Namespace) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gc.disable()  # a process of half a second: collecting, and taking modules apart at the end, are a fifth of it
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

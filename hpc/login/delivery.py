@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc.errors import SlurmCommandError, SubmissionError
+from hpc.quantities import slurm_minutes
 from hpc.slurm import commands
 
 SUBMIT_TIMEOUT_S = float(os.environ.get("HPC_SUBMIT_TIMEOUT_S", "60"))
@@ -55,7 +57,11 @@ def deliver(script: Path, environ: Mapping[str, str]) -> str:
         SlurmCommandError: the answer is lost and the job was not seen, so it may still come.
     """
     try:
-        answer = commands.ask("sbatch", [str(script)], timeout_s=SUBMIT_TIMEOUT_S, environ=environ)
+        umask = os.umask(0o077)  # sbatch hands it on, and the job's output file is made with it
+        try:
+            answer = commands.ask("sbatch", [str(script)], timeout_s=SUBMIT_TIMEOUT_S, environ=environ)
+        finally:
+            os.umask(umask)
     except (SlurmCommandError, KeyboardInterrupt) as error:
         return _look_for(script, "interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
     found = _JOB_ID.search(answer.stdout)
@@ -64,6 +70,61 @@ def deliver(script: Path, environ: Mapping[str, str]) -> str:
     if answer.returncode == 0 or answer.returncode < 0 or _LOST.search(answer.stderr):
         return _look_for(script, f"sbatch: {answer.complaint}")
     raise SubmissionError(_refusal(answer.complaint))
+
+
+def check(script: Path, environ: Mapping[str, str], *, nodes: int, partition: str | None) -> None:
+    """Refuse what the cluster can never run but may take all the same, to leave it in the queue for ever.
+
+    `sbatch --test-only` also refuses for nodes that are away today; then its word counts only where more nodes are
+    asked for than there are.
+
+    Raises:
+        SubmissionError: the cluster can never run it, as `deliver`.
+    """
+    try:
+        complaint = commands.test_only([str(script)], environ=environ)
+        if complaint is None or _LOST.search(complaint):
+            return
+        impossible = "node configuration is not available" in complaint.lower()
+        if impossible and _some_are_away() and nodes <= _nodes_of(partition):
+            return
+    except SlurmCommandError:
+        return  # sbatch itself will tell
+    raise SubmissionError(_refusal(complaint))
+
+
+def _some_are_away() -> bool:
+    answer = commands.ask("sinfo", ["--noheader", "--format=%n", "--states=down,drain,fail,maint,no_respond"])
+    return answer.returncode != 0 or bool(answer.stdout.strip())
+
+
+def _nodes_of(partition: str | None) -> int:
+    """All nodes of a partition (of several, "a,b", of all of them together; None: of the default one)."""
+    wanted = partition.split(",") if partition is not None else None
+    return sum(part.nodes for part in commands.partitions() if (part.is_default if not wanted else part.name in wanted))
+
+
+def time_limit_note(time: str | None, partition: str | None) -> str | None:
+    """A line for the user when the time limit is longer than the partition's; such a job may wait for ever."""
+    if time is None:
+        return None
+    asked = slurm_minutes(time) or math.inf
+    try:
+        found = commands.partitions()
+    except SlurmCommandError:
+        return None
+    for part in found:
+        if part.is_default if partition is None else part.name == partition:
+            try:
+                limit = slurm_minutes(part.time_limit) or math.inf
+            except ValueError:
+                continue
+            if asked > limit:
+                return (
+                    f"the time limit {time} is longer than partition {part.name} allows ({part.time_limit}): "
+                    f"the job may wait for ever"
+                )
+    return None
 
 
 def _look_for(script: Path, why: str) -> str:

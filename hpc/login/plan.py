@@ -6,7 +6,6 @@ quotes behind `eval`, so that a line that does not end (a quote, a backslash) ca
 
 from __future__ import annotations
 
-import re
 import shlex
 import unicodedata
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from hpc import exitcodes
 from hpc.config import Loaded
 from hpc.errors import ConfigError, UsageError, printable
 from hpc.quantities import gpu_request
+from hpc.rundir import run_name
 from hpc.schema import Config, SlurmConfig
 
 VALUE_LIMIT = 8192
-ARRAY_LIMIT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,8 @@ class Place:
     """The directory of the submission."""
     python: str
     """The interpreter for the batch step, absolute."""
+    umask: int = 0o022
+    """The user's file mode mask, for the job's own files; sbatch itself runs with 077, for the output file."""
     toolkit: Path | None = None
     """The directory to put on PYTHONPATH; None where hpc is installed."""
     code: Path | None = None
@@ -48,8 +49,6 @@ class Plan:
     """The user's set-up lines, as written."""
     argv: tuple[str, ...]
     """The command that becomes the batch step."""
-    array: tuple[int, ...]
-    """The indices of a job array; empty for a plain job."""
     config_yaml: str
     notes: tuple[str, ...]
     """Lines for the user about what may not be meant."""
@@ -58,10 +57,6 @@ class Plan:
     def run_dir(self) -> Path:
         return self.place.run_dir
 
-    def element_directory(self, index: int) -> Path:
-        """The run directory of one element of an array."""
-        return self.run_dir / f"array-{index}"
-
     def setup_lines(self) -> list[str]:
         """The part of the batch script between the directives and the command: bash, one command per line."""
         place = self.place
@@ -69,6 +64,7 @@ class Plan:
         lines = [
             f"hpc_stop() {{ trap - EXIT; printf 'hpc: error: %s\\n' \"$1\" >&2; exit {exitcodes.BAD_ENVIRONMENT}; }}",
             "export PATH PYTHONUTF8=1",
+            f"umask {place.umask:04o}",
             f"cd -- {workdir} || hpc_stop {_missing(place.workdir, 'working directory')}",
         ]
         if self.setup:
@@ -84,13 +80,6 @@ class Plan:
         if place.code is not None:
             lines.append(f"cd -- {shlex.quote(str(place.code))} || hpc_stop {_missing(place.code, 'copy of the code')}")
         return lines
-
-    def command(self) -> str:
-        """The words after the interpreter, as bash reads them; the element's directory is chosen by Slurm's index."""
-        words = [shlex.quote(word) for word in self.argv[1:]]
-        if self.array:
-            words[words.index("--run-dir") + 1] += '/array-"$SLURM_ARRAY_TASK_ID"'
-        return " ".join(words)
 
 
 def make_plan(loaded: Loaded, place: Place) -> Plan:
@@ -110,8 +99,8 @@ def make_plan(loaded: Loaded, place: Place) -> Plan:
             raise UsageError(f"the toolkit's directory {place.toolkit} holds a colon, which PYTHONPATH cannot; move it")
     name = run_name(config)
     extra = _extra(config.slurm)
-    array = expand_array(extra["array"] or "") if "array" in extra else ()
-    directives = {"job-name": name, **_request(config), **extra, **_output(place.run_dir, array=bool(array))}
+    output = _output(place.run_dir, array="array" in extra)
+    directives = {"job-name": name, "output": output, **_request(config), **extra}
     for key, value in directives.items():
         if value is not None:
             check_text(f"--{key}", value)
@@ -126,29 +115,9 @@ def make_plan(loaded: Loaded, place: Place) -> Plan:
         directives=tuple(sorted(directives.items())),
         setup=tuple(config.slurm.setup),
         argv=tuple(argv),
-        array=array,
         config_yaml=loaded.to_yaml(),
         notes=(),
     )
-
-
-def run_name(config: Config) -> str:
-    """The job's name: the given one, else that of the training job, the script or the module that runs."""
-    if config.name is not None:
-        name = config.name
-    elif config.command:
-        words = list(config.command)
-        if re.fullmatch(r"python[0-9.]*", Path(words[0]).name) and len(words) > 1:
-            words = words[2:] if words[1] == "-m" and len(words) > 2 else words[1:]
-        name = Path(words[0]).name.removesuffix(".py") or "command"
-    else:
-        name = config.job.rpartition(".")[2]
-    return name
-
-
-def directory_name(name: str) -> str:
-    """The job's name as part of a directory name: letters, digits, "._-" kept, all else "_", at most 60 characters."""
-    return re.sub(r"[^\w.-]", "_", name)[:60].lstrip("-.") or "run"
 
 
 def check_text(what: str, text: str) -> None:
@@ -163,29 +132,6 @@ def check_text(what: str, text: str) -> None:
         raise ConfigError(f"{what} has {len(text)} characters; needs at most {VALUE_LIMIT}")
     if (bad := _forbidden(text)) is not None:
         raise ConfigError(f"{what}={printable(text[:80])}: the character {bad} cannot stand in a batch script")
-
-
-def expand_array(text: str) -> tuple[int, ...]:
-    """The indices of sbatch's --array: "0-3", "1,3,5-9:2", "0-99%4" (at most so many at once), in order.
-
-    Raises:
-        ConfigError: not in sbatch's notation, or more than 10,000 elements.
-    """
-    indices: list[int] = []
-    body, limit, most = text.partition("%")
-    good = not limit or re.fullmatch(r"[1-9][0-9]{0,8}", most) is not None
-    for part in body.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([1-9][0-9]{0,8}))?)?", part, re.ASCII)
-        if match is None or not good:
-            raise ConfigError(f"slurm.extra.array={printable(text[:80])}: needs indices such as 0-3, 1,3,5 or 0-99%4")
-        first = int(match[1])
-        elements = range(first, int(match[2] or first) + 1, int(match[3] or 1))
-        if not elements or len(indices) + len(elements) > ARRAY_LIMIT:
-            raise ConfigError(
-                f"slurm.extra.array={printable(text[:80])}: needs ranges that run forward, {ARRAY_LIMIT:,} elements at most"
-            )
-        indices += elements
-    return tuple(sorted(set(indices)))
 
 
 def _request(config: Config) -> dict[str, str | None]:
@@ -218,16 +164,21 @@ def _request(config: Config) -> dict[str, str | None]:
     return wanted
 
 
-def _output(run_dir: Path, *, array: bool) -> dict[str, str | None]:
-    """Where the batch step's screen goes: a file in the run directory, which exists before sbatch is called.
+def output_file(run_dir: Path, job_id: str) -> Path:
+    """Where the batch step's screen goes; of an array `job_id` is a pattern. See `_output` for the second name."""
+    return run_dir / ("slurm.out" if "\\" in str(run_dir) else f"slurm-{job_id}.out")
 
-    Source: sbatch(1), "FILENAME PATTERN": "%%" is a percent sign; one backslash switches all patterns off and is
-    dropped, so that such a directory is given as the job's own and the file relative to it.
+
+def _output(run_dir: Path, *, array: bool) -> str:
+    """--output: a file in the run directory, which exists before sbatch is called.
+
+    Source: sbatch(1), "FILENAME PATTERN": "%%" is a percent sign; a backslash switches all patterns off and escapes
+    what follows (seen with 22.05.8), so that the file's name cannot hold the job's id then.
     """
-    name = "slurm-%A_%a.out" if array else "slurm-%j.out"
     if "\\" in str(run_dir):
-        return {"chdir": str(run_dir), "output": name}
-    return {"output": str(run_dir).replace("%", "%%") + f"/{name}"}
+        return str(output_file(run_dir, "")).replace("\\", "\\\\")
+    directory = Path(str(run_dir).replace("%", "%%"))
+    return str(output_file(directory, "%A_%a" if array else "%j"))
 
 
 def _extra(slurm: SlurmConfig) -> dict[str, str | None]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import hpc
 from hpc.config import Loaded
-from hpc.errors import SubmissionError, UsageError, printable
-from hpc.login import snapshot
+from hpc.errors import SlurmCommandError, SubmissionError, UsageError, printable
+from hpc.login import delivery, snapshot
 from hpc.login.inherited import without_outer_job
-from hpc.login.plan import Place, Plan, directory_name, make_plan, run_name
-from hpc.rundir import RunDirectory, new_run_id, write_private
+from hpc.login.plan import Place, Plan, make_plan, output_file
+from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +88,16 @@ def send(loaded: Loaded) -> Sent:
             "sbatch is not on PATH, so this is no machine of a Slurm cluster (module load slurm?); "
             "--local runs the job here, --dry-run shows what would be sent"
         )
-    from hpc.login import delivery, submitter  # late: submitit takes longer to import than all refusals above
-
     made = _make_directory(loaded)
-    directory = made.directory
     try:
-        destination = _free_name(directory.code)
-        manifest = snapshot.take(Path(os.getcwd()), destination)
-        plan = make_plan(loaded, _place(loaded, directory.path, destination, manifest))
-        _write_configs(plan, directory)
-        text = submitter.render(plan)
-        write_private(directory.job_script, text)
+        plan, manifest = _prepare(loaded, made.directory, inherited.environ)
+        job_id = delivery.deliver(made.directory.job_script, inherited.environ)
+    except SlurmCommandError:
+        raise  # the job may be queued, and needs its directory
     except BaseException:
         made.remove()
         raise
-    try:
-        job_id = delivery.deliver(directory.job_script, inherited.environ)
-    except SubmissionError:
-        made.remove()
-        raise
-    directory.append_event(
+    made.directory.append_event(
         "submitted",
         job_id=job_id,
         name=plan.name,
@@ -114,9 +106,30 @@ def send(loaded: Loaded) -> Sent:
         dirty=manifest.dirty,
         files=len(manifest.files),
     )
-    notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest)]
-    output = directory.output_file(job_id) if not plan.array else directory.path / f"slurm-{job_id}_%a.out"
+    too_long = delivery.time_limit_note(config.slurm.time, config.slurm.partition)
+    notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest), *([too_long] if too_long else [])]
+    is_array = any(key == "array" for key, _ in plan.directives)
+    output = output_file(plan.run_dir, f"{job_id}_*" if is_array else job_id)
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
+
+
+def _prepare(loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:
+    """Copy the code, write configuration and script, and let the cluster test the request.
+
+    The copy is made by a thread: it waits for git and the disk while submitit is imported.
+    """
+    destination, workdir = _free_name(directory.code), Path(os.getcwd())
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(snapshot.take, workdir, destination)
+        from hpc.login import submitter  # late: submitit takes longer to import than all refusals before it
+
+        manifest = copying.result()
+    plan = make_plan(loaded, _place(loaded, directory.path, destination, manifest))
+    write_private(directory.config_file, plan.config_yaml)
+    write_private(directory.job_script, submitter.render(plan))
+    slurm = loaded.config.slurm
+    delivery.check(directory.job_script, environ, nodes=slurm.nodes, partition=slurm.partition)
+    return plan, manifest
 
 
 def run_here(loaded: Loaded) -> NoReturn:
@@ -164,9 +177,16 @@ def _place(loaded: Loaded, run_dir: Path, destination: Path, manifest: snapshot.
         run_dir=run_dir,
         workdir=Path(os.getcwd()),
         python=python,
+        umask=_umask(),
         toolkit=toolkit,
         code=manifest.working_directory(destination) if copied else None,
     )
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _interpreter(asked: str | None) -> str:
@@ -202,17 +222,6 @@ def _free_name(path: Path) -> Path:
     while free.exists():
         free, number = path.with_name(f"{path.name}-{number}"), number + 1
     return free
-
-
-def _write_configs(plan: Plan, directory: RunDirectory) -> None:
-    write_private(directory.config_file, plan.config_yaml)
-    for index in plan.array:
-        element = plan.element_directory(index)
-        try:
-            element.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make {printable(str(element))}: {error.strerror}") from None
-        write_private(element / directory.config_file.name, plan.config_yaml)
 
 
 def _snapshot_notes(loaded: Loaded, manifest: snapshot.Manifest) -> list[str]:

@@ -41,7 +41,7 @@ class BatchExecutor(submitit.SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} {self.plan.command()}"
+        return f"{self.python} {shlex.join(self.plan.argv[1:])}"
 
 
 def render(plan: Plan) -> str:
