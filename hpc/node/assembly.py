@@ -207,7 +207,8 @@ class Assembly:
         master = os.environ.get("MASTER_ADDR") or self._address
         environ = {}
         if several_nodes:
-            other = next((h for h in self.task.hosts if h != self.task.hosts[self.task.node_rank]), None)
+            own = self.task.hosts[self.task.node_rank] if self.task.hosts else None
+            other = next((host for host in self.task.hosts if host != own), None)
             peer = self._address
             if self.is_host and other is not None:
                 try:

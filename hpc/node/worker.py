@@ -7,14 +7,18 @@ variables and arguments, and its exit code is passed on as it is.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import importlib.machinery
+import importlib.util
+import io
 import json
 import os
-import runpy
 import signal
 import sys
 import time
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,22 +75,52 @@ class Start:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _reseed(int(self.environ.get("OMP_NUM_THREADS", "0") or 0))
-        target = self.target
         try:
-            if target.kind == "script":
-                sys.argv = [target.name, *target.arguments]
-                sys.path[0] = os.path.dirname(os.path.abspath(target.name))
-                runpy.run_path(target.name, run_name="__main__")
-            else:
-                sys.argv = [target.name, *target.arguments]
-                runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+            run_as_main(self.target)
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
             write_error_file(self.environ.get(ERROR_FILE_VARIABLE), error)
-            sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+            error = error.with_traceback(_own_frames(error.__traceback__))  # torch's own hook looks only there
+            sys.excepthook(type(error), error, error.__traceback__)
             return 1
         return 0
+
+
+def run_as_main(target: Target) -> None:
+    """Run a script or module as Python's `__main__`, as `python script.py` or `python -m module` would.
+
+    The module stays `__main__` until the interpreter ends (runpy would take it away and free what it holds at once:
+    with torch 2.13 a DDP model freed while its group's thread still needs the interpreter's lock never ends).
+
+    Raises:
+        ModuleNotFoundError: no such module, or a package without a `__main__`.
+        Whatever the code raises.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if target.kind == "script":
+        path = target.name
+        sys.path[0] = os.path.dirname(os.path.abspath(path))
+        main.__file__ = path
+        if path.endswith(".pyc"):
+            code = importlib.machinery.SourcelessFileLoader("__main__", path).get_code("__main__")
+        else:
+            with io.open_code(os.path.abspath(path)) as stream:
+                code = compile(stream.read(), path, "exec", dont_inherit=True)
+    else:
+        spec = importlib.util.find_spec(target.name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target.name}.__main__")
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
+            raise ModuleNotFoundError(f"no module named {target.name!r} that can be run with -m", name=target.name)
+        code = spec.loader.get_code(spec.name)
+        main.__file__ = path = spec.origin or target.name
+        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+    sys.argv = [path, *target.arguments]
+    sys.modules["__main__"] = main
+    assert code is not None
+    exec(code, main.__dict__)
 
 
 def _reseed(threads: int) -> None:
@@ -100,9 +134,9 @@ def _reseed(threads: int) -> None:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy, as the script's own interpreter would show it."""
+    """The traceback without the frames of this file, as the script's own interpreter would show it."""
     kept = trace
-    while kept is not None and kept.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while kept is not None and kept.tb_frame.f_code.co_filename == __file__:
         kept = kept.tb_next
     return kept or trace
 
