@@ -5,11 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import machine
 from cluster_site import SYSTEM_PATH, DevclusterError, Site, slurmdbd_conf
 
-PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server-core", "mariadb-install-db": "mariadb-server-core"}
+PROGRAMS = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "mariadb-install-db": "mariadb-server-core",
+    "my_print_defaults": "mariadb-client-core",
+}
 DAEMONS = ("slurmdbd", "mariadbd")  # in the order in which they are stopped
 
 
@@ -28,8 +34,8 @@ def ensure(site: Site, login_host: str) -> None:
     _add_cluster(site)
 
 
-def _socket(site: Site) -> str:
-    return f"{site.state}/mariadb/mariadb.sock"
+def _socket(site: Site) -> Path:
+    return site.state / "mariadb" / "mariadb.sock"
 
 
 def _ensure_mariadb(site: Site) -> None:
@@ -43,6 +49,7 @@ def _ensure_mariadb(site: Site) -> None:
         machine.call([*install, "--auth-root-authentication-method=socket"], timeout=120)
         half.rename(data)
     if machine.running(site.pid_file("mariadbd")) is None:
+        _socket(site).unlink(missing_ok=True)
         options = [
             f"--datadir={data}",
             f"--socket={_socket(site)}",
@@ -50,6 +57,11 @@ def _ensure_mariadb(site: Site) -> None:
             "--skip-networking",
         ]
         machine.start(site, "mariadbd", ["mariadbd", "--no-defaults", "--user=root", *options])
+    deadline = time.monotonic() + 30
+    while not _socket(site).exists():  # slurmdbd waits 5 s when it comes too early
+        if machine.running(site.pid_file("mariadbd")) is None or time.monotonic() > deadline:
+            raise DevclusterError(f"MariaDB did not start; see {site.log_file('mariadbd.out')}")
+        time.sleep(0.05)
 
 
 def _add_cluster(site: Site) -> None:

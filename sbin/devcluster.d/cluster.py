@@ -9,6 +9,7 @@ import pwd
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,11 @@ _BECOME_NODE = (
 def alone(site: Site) -> Iterator[None]:
     """One command at a time changes a cluster; the others wait. A killed command holds nothing."""
     with open(f"/run/{site.cluster_name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another devcluster command is at work: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -175,7 +180,7 @@ def is_working(state: str) -> bool:
 
 
 def _wait_for_nodes(site: Site, nodes: list[Node], limit_s: float = 45.0) -> None:
-    """Every one of these nodes takes jobs; a node that was drained or set down is resumed."""
+    """Every one of these nodes takes jobs; one that was drained or set down is resumed, which makes Slurm ask it anew."""
     deadline = time.monotonic() + limit_s
     resumed: set[str] = set()
     while True:
@@ -185,7 +190,7 @@ def _wait_for_nodes(site: Site, nodes: list[Node], limit_s: float = 45.0) -> Non
             return
         for name in waiting:
             state = states.get(name, "")
-            if ("DRAIN" in state or "DOWN" in state) and "*" not in state and name not in resumed:
+            if ("DRAIN" in state or "DOWN" in state) and name not in resumed:
                 resumed.add(name)
                 with contextlib.suppress(DevclusterError):  # it came back by itself in the meantime
                     _scontrol(site, "update", f"nodename={name}", "state=resume")

@@ -33,6 +33,10 @@ class Shape:
     proctrack: str = "linuxproc"
     accounting: bool = False
 
+    def __str__(self) -> str:
+        accounting = " --accounting" if self.accounting else ""
+        return f"--nodes {self.nodes} --gpus-per-node {self.gpus_per_node} --proctrack {self.proctrack}{accounting}"
+
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
@@ -215,6 +219,7 @@ def _accounting_lines(site: Site, shape: Shape) -> list[str]:
         "AccountingStorageType=accounting_storage/slurmdbd",
         f"AccountingStorageHost={site.login_address}",
         f"AccountingStoragePort={site.slurmdbd_port}",
+        f"AccountingStoragePass={site.munge_socket}",  # not a password: the munge to use on the way to slurmdbd
         "AccountingStorageTRES=gres/gpu",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",
