@@ -90,13 +90,18 @@ def make_plan(loaded: Loaded, place: Place) -> Plan:
         UsageError: a path with a character that no script may hold.
     """
     config = loaded.config
-    for what, path in (("working directory", place.workdir), ("run directory", place.run_dir)):
-        _check_path(what, str(path))
-    _check_path("interpreter (launch.python)", place.python)
-    if place.toolkit is not None:
-        _check_path("toolkit's directory", str(place.toolkit))
-        if ":" in str(place.toolkit):
-            raise UsageError(f"the toolkit's directory {place.toolkit} holds a colon, which PYTHONPATH cannot; move it")
+    paths = {
+        "working directory": place.workdir,
+        "run directory": place.run_dir,
+        "interpreter (launch.python)": place.python,
+        "toolkit's directory": place.toolkit,
+        "copy of the code": place.code,
+    }
+    for what, path in paths.items():
+        if path is not None:
+            _check_path(what, str(path))
+    if ":" in str(place.toolkit):
+        raise UsageError(f"the toolkit's directory {place.toolkit} holds a colon, which PYTHONPATH cannot; move it")
     name = run_name(config)
     extra = _extra(config.slurm)
     output = _output(place.run_dir, array="array" in extra)
