@@ -5,7 +5,10 @@ A job's own parameters stand beside these at the top level (jobs/<name>/config.p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+from hpc.errors import ConfigError
 
 
 @dataclass
@@ -86,7 +89,10 @@ class TrainConfig:
     """Samples of one optimizer step over all ranks and micro-batches (the global batch)."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
+    drop_last: bool = False
+    """Leave out the samples at the end of an epoch that fill no whole batch; by default they make a smaller one."""
     clip_grad_norm: float | None = None
+    """Largest norm of the gradient of one optimizer step, all parameters together; a larger one is scaled down to it."""
     seed: int = 0
     precision: str = "fp32"
     """"fp32", "bf16" or "fp16" (automatic mixed precision)."""
@@ -101,12 +107,40 @@ class TrainConfig:
     loader_workers: int | None = None
     """Data-loader processes of each rank; by default from the cores that the rank may use."""
     eval_every_epochs: int = 1
+    """Epochs between evaluations on the held-out samples; one always follows the last step. 0: only that one."""
     save_every_steps: int | None = None
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
+    """The newest whole checkpoints that are kept."""
     log_every_steps: int = 10
     timeout_s: float = 600.0
     """How long a collective may wait before the process group gives up, in seconds."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no training can have.
+
+        Raises:
+            ConfigError: names the setting, its value and what it may be.
+        """
+        least = {"epochs": 1, "max_steps": 1, "batch_size": 1, "accumulate": 1, "loader_workers": 0, "seed": 0}
+        least |= {"eval_every_epochs": 0, "save_every_steps": 1, "keep_checkpoints": 1, "log_every_steps": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ConfigError(f"train.{name}={value}: {bound} or more was needed")
+        for name in ("clip_grad_norm", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"train.{name}={value}: a number above 0 was needed")
+        choices = {"precision": ("fp32", "bf16", "fp16"), "device": ("auto", "cuda", "cpu"), "strategy": ("ddp", "dp")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"train.{name}={getattr(self, name)}: one of {', '.join(allowed)} was needed")
+        if self.accumulate > self.batch_size:
+            raise ConfigError(
+                f"train.accumulate={self.accumulate} with train.batch_size={self.batch_size}: each micro-batch needs a "
+                f"sample, and the batch size counts all of them; raise train.batch_size"
+            )
 
 
 @dataclass

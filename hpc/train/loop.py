@@ -1,0 +1,448 @@
+"""The training loop, written once for all jobs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from hpc.errors import ConfigError, EnvironmentMismatch
+from hpc.rundir import RunDirectory
+from hpc.schema import TrainConfig
+from hpc.train import checkpoint, randomness, strategy
+from hpc.train.checkpoint import Checkpoints
+from hpc.train.distributed import World
+from hpc.train.job import TrainingJob
+from hpc.train.loader import make_loader, set_threads_and_workers, to_device
+from hpc.train.metrics import Metrics
+from hpc.train.progress import Progress, figure
+from hpc.train.sampler import EpochSampler, MicroBatch, ShareSampler
+
+log = logging.getLogger("hpc.train")
+
+
+@dataclass
+class Position:
+    """How far a run is: `samples` of the epoch `epoch` and `step` optimizer steps in all are done."""
+
+    epoch: int = 0
+    samples: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run reached. `seconds` and `steps` of this attempt alone; `metrics` over all held-out samples."""
+
+    total_steps: int
+    steps: int
+    seconds: float
+    metrics: Mapping[str, float]
+    held_out: int
+    checkpoint: Path
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a job, and how this rank takes them."""
+
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
+    sampler: EpochSampler
+    workers: int
+
+    @property
+    def held_out_samples(self) -> int:
+        return 0 if self.held_out is None else _length(self.held_out)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step changes. `model` is the job's own, `wrapped` the same one as the loss calls it."""
+
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler
+
+
+def train(job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory, progress: Progress) -> Outcome:
+    """Train a job to its end, from its newest whole checkpoint on if there is one. Every rank calls this.
+
+    Raises:
+        ConfigError: settings that do not fit the data, the model or the number of ranks.
+        EnvironmentMismatch: ranks that see different data.
+        CheckpointError: a checkpoint that cannot be written, or none that can be read though there are some.
+    """
+    randomness.seed_all(config.seed)
+    data = _take_data(job, config, world)
+    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints)
+    newest = world.on_rank_zero(lambda: _newest(checkpoints))
+    saved = None if newest is None else checkpoint.read(newest)
+    position = _position(saved[1], data.sampler, config) if saved else Position()
+    total = _total_steps(position, data.sampler, config)
+    randomness.seed_all(config.seed)
+    parts = _make_parts(job, config, world, total, saved)
+    strategy.refuse_lonely_samples(parts.model, data.sampler)
+    if saved:
+        log.info("resuming at step %d of %d from %s", position.step, total, newest)
+        _restore_randomness(saved[1], config, world, position)
+    else:
+        randomness.seed_all(config.seed, 1 + world.rank)
+    metrics = Metrics(run) if world.is_rank_zero else None
+    if metrics is not None:
+        metrics.rewind(position.step)
+    loop = Loop(job, config, world, data, parts, checkpoints, metrics, progress, position, total)
+    try:
+        return loop.run()
+    finally:
+        progress.close()
+        if metrics is not None:
+            metrics.close()
+
+
+class Loop:
+    """The steps of one attempt. All ranks go through the same sequence of steps, savings and evaluations."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        config: TrainConfig,
+        world: World,
+        data: Data,
+        parts: Parts,
+        checkpoints: Checkpoints,
+        metrics: Metrics | None,
+        progress: Progress,
+        position: Position,
+        total: int,
+    ) -> None:
+        self.job = job
+        self.config = config
+        self.world = world
+        self.data = data
+        self.parts = parts
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.progress = progress
+        self.position = position
+        self.total = total
+        self.results: dict[str, float] = {}
+        self._loader = make_loader(
+            job, data.train, data.sampler, config, world, workers=data.workers, persistent=config.epochs > 1
+        )
+        self._trainable = [p for p in parts.model.parameters() if p.requires_grad]
+        self._loss = torch.zeros((), device=world.device)
+        self._speed = Speed()
+
+    def run(self) -> Outcome:
+        """Go on from the position to the last step, save, evaluate."""
+        began, first = time.monotonic(), self.position.step
+        if first > 0 and self._evaluation_due():
+            self._evaluate_unless_noted()
+        if first < self.total:
+            self.progress.begin(first, self.total)
+        self._speed.restart(0)
+        while self.position.step < self.total:
+            self._epoch()
+        self.world.barrier()
+        return Outcome(
+            total_steps=self.total,
+            steps=self.position.step - first,
+            seconds=time.monotonic() - began,
+            metrics=self.results,
+            held_out=self.data.held_out_samples,
+            checkpoint=self.checkpoints.path(self.total),
+        )
+
+    def _epoch(self) -> None:
+        """The steps that are left of the current epoch, or until the last step of the run."""
+        sampler = self.data.sampler
+        sampler.set_epoch(self.position.epoch, self.position.samples)
+        for micro, batch in zip(sampler.micro_batches(), self._loader, strict=True):
+            self._backward(micro, to_device(batch, self.world.device))
+            if micro.last:
+                self._step(micro.step_samples)
+                if self.position.step == self.total:
+                    return
+
+    def _backward(self, micro: MicroBatch, batch: Any) -> None:
+        """Add one micro-batch to the gradients; its loss counts by its share of the step's samples."""
+        wrapped, weight = self.parts.wrapped, micro.weight(self.world.size)
+        with strategy.explained(wrapped), strategy.synchronising(wrapped, micro.last):
+            with autocast(self.config, self.world):
+                loss = strategy.scalar(self.job.loss(wrapped, batch), wrapped, len(micro.keys))
+            self.parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
+        if self._log_due(self.position.step + 1):
+            self._loss += loss.detach() * micro.count
+
+    def _step(self, samples: int) -> None:
+        """One optimizer step, and what is due after it."""
+        parts, scaler = self.parts, self.parts.scaler
+        strategy.require_gradients(parts.wrapped, self.config)
+        if self.config.clip_grad_norm is not None:
+            scaler.unscale_(parts.optimizer)
+            torch.nn.utils.clip_grad_norm_(self._trainable, self.config.clip_grad_norm)
+        rate = float(parts.optimizer.param_groups[0]["lr"])
+        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        scaler.step(parts.optimizer)
+        scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        skipped = scaler.is_enabled() and scaler.get_scale() < scale
+        if parts.scheduler is not None and not skipped:
+            parts.scheduler.step()
+        self._advance(samples)
+        if self._log_due(self.position.step):
+            self._log(samples, rate)
+        self.progress.step(self.position.step)
+        self._save_and_evaluate()
+
+    def _advance(self, samples: int) -> None:
+        position = self.position
+        position.step += 1
+        position.samples += samples
+        self._speed.add(samples)
+        if self.data.sampler.steps_left(position.samples) == 0:
+            position.epoch, position.samples = position.epoch + 1, 0
+
+    def _log_due(self, step: int) -> bool:
+        return step % self.config.log_every_steps == 0 or step in (1, self.total)
+
+    def _log(self, samples: int, rate: float) -> None:
+        """Note the loss of this step over the global batch. The only place in a step that waits for the device."""
+        loss = float(self.world.total(self._loss)) / samples
+        self._loss.zero_()
+        if self.metrics is None:
+            return
+        step, epoch, speed = self.position.step, self._epoch_of_step(), self._speed.per_second()
+        self.progress.figures(step, epoch, loss, speed)
+        figures = {"loss": loss, "lr": rate, "samples_per_s": round(speed, 1), "time": round(time.time(), 3)}
+        self.metrics.note("train", step, epoch, figures)
+
+    def _epoch_of_step(self) -> int:
+        """The epoch that the step just done belongs to."""
+        return self.position.epoch - (self.position.samples == 0)
+
+    def _save_and_evaluate(self) -> None:
+        every = self.config.save_every_steps
+        save = self.position.step == self.total or (every is not None and self.position.step % every == 0)
+        evaluate = self._evaluation_due()
+        if save:
+            self._save()
+        if evaluate:
+            self._evaluate()
+        if save or evaluate:
+            self._speed.restart(0)
+
+    def _save(self) -> None:
+        """Write a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
+        generators = self.world.gather(randomness.capture(self.world.device))
+        if generators is None:
+            return
+        parts = self.parts
+        state = {
+            "position": asdict(self.position),
+            "optimizer": parts.optimizer.state_dict(),
+            "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
+            "scaler": parts.scaler.state_dict(),
+            "random": generators,
+            "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
+        }
+        self.checkpoints.write(self.position.step, parts.model.state_dict(), state)
+
+    def _evaluation_due(self) -> bool:
+        if self.data.held_out is None or self.position.step == 0:
+            return False
+        every, position = self.config.eval_every_epochs, self.position
+        at_end_of_epoch = position.samples == 0 and every > 0 and position.epoch % every == 0
+        return at_end_of_epoch or position.step == self.total
+
+    def _evaluate_unless_noted(self) -> None:
+        """After a restart at a step that calls for an evaluation: take the noted result, or evaluate now."""
+        metrics, step = self.metrics, self.position.step
+        noted = self.world.on_rank_zero(lambda: None if metrics is None else metrics.evaluation(step))
+        if noted is None:
+            self._evaluate()
+        else:
+            self.results = {name: value for name, value in noted.items() if name != "samples"}
+
+    def _evaluate(self) -> None:
+        """Evaluate the job's own model, not the wrapped one, on every rank: so nothing in it can wait for a rank."""
+        model, world, held_out = self.parts.model, self.world, self.data.held_out
+        assert held_out is not None
+        world.broadcast_tensors(model.buffers())  # BatchNorm's statistics differ between ranks until DDP's next step
+        training = [module for module in model.modules() if module.training]
+        size = max(1, -(-self.data.sampler.micro_size // world.size))
+        shares = ShareSampler(_length(held_out), batch_size=size, rank=world.rank, ranks=world.size)
+        sums: dict[str, Tensor] = {}
+        with randomness.set_aside(world.device, self.config.seed), torch.no_grad():
+            loader = make_loader(
+                self.job, held_out, shares, self.config, world, workers=self.data.workers, persistent=False
+            )
+            model.eval()
+            for batch in loader:
+                with autocast(self.config, world):
+                    results = self.job.evaluate(model, to_device(batch, world.device))
+                for name, pair in results.items():
+                    exact = [torch.as_tensor(number, dtype=torch.float64, device=world.device) for number in pair]
+                    both = torch.stack(exact)  # [sum, count]
+                    sums[name] = sums[name] + both if name in sums else both
+        for module in training:
+            module.training = True
+        self.results = _averages(world.all_gather({name: both.tolist() for name, both in sums.items()}))
+        if self.metrics is not None:
+            epoch = self._epoch_of_step()
+            text = ", ".join(figure(name, value) for name, value in self.results.items())
+            log.info("step %d/%d, epoch %d, held-out: %s", self.position.step, self.total, epoch + 1, text)
+            figures = {"samples": self.data.held_out_samples, **self.results}
+            self.metrics.note("eval", self.position.step, epoch, figures)
+
+
+class Speed:
+    """Samples per second since the last saving or evaluation, or over the last few logged steps."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, samples: int) -> None:
+        self._since = time.monotonic()
+        self._samples = samples
+
+    def add(self, samples: int) -> None:
+        self._samples += samples
+
+    def per_second(self) -> float:
+        seconds = time.monotonic() - self._since
+        speed = self._samples / seconds if seconds > 0 else 0.0
+        if seconds > 10:
+            self.restart(0)
+        return speed
+
+
+def autocast(config: TrainConfig, world: World) -> AbstractContextManager[Any]:
+    """Mixed precision around forward and loss, as configured."""
+    if config.precision == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float16
+    return torch.autocast(world.device.type, dtype=dtype)
+
+
+def _take_data(job: TrainingJob, config: TrainConfig, world: World) -> Data:
+    train, held_out = job.train_data(), job.eval_data()
+    samples = _length(train)
+    sizes = world.all_gather((samples, 0 if held_out is None else _length(held_out)))
+    for rank, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise EnvironmentMismatch(
+                f"rank 0 has {sizes[0][0]} training and {sizes[0][1]} held-out samples, rank {rank} has {size[0]} and "
+                f"{size[1]}: all ranks need the same data; look whether the folder is complete on every node"
+            )
+    if samples == 0:
+        raise ConfigError("the training data has no samples; look at the job's data settings")
+    if config.batch_size // config.accumulate < world.size:
+        raise ConfigError(
+            f"train.batch_size={config.batch_size} in {config.accumulate} micro-batches over {world.size} ranks: each rank "
+            f"needs a sample of each, so at least {world.size * config.accumulate} were needed"
+        )
+    if config.drop_last and samples < config.batch_size:
+        raise ConfigError(
+            f"train.drop_last leaves out all {samples} samples, since train.batch_size={config.batch_size}: lower it"
+        )
+    sampler = EpochSampler(
+        samples,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        rank=world.rank,
+        ranks=world.size,
+        seed=config.seed,
+        drop_last=config.drop_last,
+    )
+    return Data(train, held_out, sampler, set_threads_and_workers(config, world))
+
+
+def _make_parts(
+    job: TrainingJob,
+    config: TrainConfig,
+    world: World,
+    total: int,
+    saved: tuple[dict[str, Any], dict[str, Any]] | None,
+) -> Parts:
+    """Model, optimizer, schedule and scaler; freshly made, or as they were saved."""
+    model = strategy.place(job.model(), config, world)
+    if saved:
+        model.load_state_dict(saved[0])
+    optimizer = job.optimizer(model)
+    scheduler = job.scheduler(optimizer, total)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    if saved:
+        optimizer.load_state_dict(saved[1]["optimizer"])
+        if scheduler is not None and saved[1]["scheduler"] is not None:
+            scheduler.load_state_dict(saved[1]["scheduler"])
+        scaler.load_state_dict(saved[1]["scaler"])
+    return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler)
+
+
+def _newest(checkpoints: Checkpoints) -> Path | None:
+    checkpoints.prepare()
+    return checkpoints.newest()
+
+
+def _position(trainer: Mapping[str, Any], sampler: EpochSampler, config: TrainConfig) -> Position:
+    """Where a checkpoint stands, after a check that the order of the samples is still the same."""
+    for name, now in (("samples", sampler.samples), ("seed", config.seed)):
+        then = trainer["data"][name]
+        if then != now:
+            raise ConfigError(
+                f"the run's checkpoint was made with {then} as its {'train.seed' if name == 'seed' else 'number of samples'}, "
+                f"now it is {now}: the position in the data would be lost; set it back, or use another run directory"
+            )
+    position = Position(**trainer["position"])
+    if position.samples > 0 and sampler.steps_left(position.samples) == 0:  # the batch size grew
+        position.epoch, position.samples = position.epoch + 1, 0
+    return position
+
+
+def _total_steps(position: Position, sampler: EpochSampler, config: TrainConfig) -> int:
+    """Optimizer steps of the whole run: those done and those that are left."""
+    whole_epochs = config.epochs - position.epoch
+    left = whole_epochs * sampler.steps_left(0)
+    if position.samples:
+        left += sampler.steps_left(position.samples) - sampler.steps_left(0)
+    total = position.step + max(0, left)
+    return total if config.max_steps is None else max(position.step, min(total, config.max_steps))
+
+
+def _restore_randomness(trainer: Mapping[str, Any], config: TrainConfig, world: World, position: Position) -> None:
+    generators = trainer["random"]
+    if len(generators) == world.size:
+        randomness.restore(generators[world.rank], world.device)
+        return
+    log.info("the checkpoint is of %d ranks, now there are %d: new random streams", len(generators), world.size)
+    randomness.seed_all(config.seed + position.step, 1 + world.rank)
+
+
+def _averages(parts: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Sum over count for each metric, from the ranks' sums and counts; no samples give NaN."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    averages = {}
+    for name in names:
+        pairs = [part[name] for part in parts if name in part]
+        total, count = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+        averages[name] = total / count if count else float("nan")
+    return averages
+
+
+def _length(samples: Dataset[Any]) -> int:
+    """The number of samples; a dataset of a training job has a length."""
+    return len(samples)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""What is kept of the figures of a run: metrics.jsonl and TensorBoard's event files, both written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc.rundir import RunDirectory
+
+
+class Metrics:
+    """Appends whole lines to metrics.jsonl, and the same figures to TensorBoard.
+
+    A line of training: {"kind": "train", "step", "epoch", "loss", "lr", "samples_per_s", "time"}; of an evaluation:
+    {"kind": "eval", "step", "epoch", "samples", and the job's metrics}. A figure that is no finite number is null.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._writer: Any = None
+        self._first_step = 0
+
+    def rewind(self, step: int) -> None:
+        """Forget what was noted after `step`: an attempt that resumes there will come by again."""
+        self._first_step = step + 1
+        path = self.run.metrics_file
+        lines = [line for line in read(path) if line.get("step", 0) <= step]
+        if not lines and not path.exists():
+            return
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(line) + "\n" for line in lines)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(beside, path)
+
+    def note(self, kind: str, step: int, epoch: int, figures: Mapping[str, float | int]) -> None:
+        """Append one line, by one write."""
+        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        line = json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n"
+        descriptor = os.open(self.run.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode("ascii"))
+        finally:
+            os.close(descriptor)
+        board = self._tensorboard()
+        for name, value in figures.items():
+            if name not in ("time", "samples"):
+                board.add_scalar(f"{kind}/{name}", value, step)
+
+    def evaluation(self, step: int) -> dict[str, float] | None:
+        """The metrics of the evaluation noted at `step`; None when there was none."""
+        for line in read(self.run.metrics_file):
+            if line.get("kind") == "eval" and line.get("step") == step:
+                return {k: math.nan if v is None else v for k, v in line.items() if k not in ("kind", "step", "epoch")}
+        return None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _tensorboard(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # late: about a second of imports, for rank 0 alone
+
+            self.run.tensorboard.mkdir(mode=0o700, exist_ok=True)
+            purge = self._first_step if self._first_step > 1 else None
+            self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=purge, flush_secs=10)
+        return self._writer
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; one torn by a crash is left out, and a missing file has none."""
+    lines: list[dict[str, Any]] = []
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return lines
+    for text in data.split(b"\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
