@@ -84,7 +84,9 @@ def show(task: TaskEnvironment, environ: Mapping[str, str]) -> str:
         raise EnvironmentMismatch(f"{ATTEMPT_VARIABLE}={attempt!r} is not a number; unset it")
     port = task.preset_port
     if port is None:
-        port = candidate_ports(task.job_id, task.array_index, int(attempt), environ.get("HPC_SECRET", ""))[0]
+        port = candidate_ports(
+            task.job_id, task.array_index, int(attempt), environ.get("HPC_SECRET", ""), task.step_id
+        )[0]
     rendezvous = Rendezvous(host=task.master_host, port=port)
     blocks = []
     for info in environment.rank_infos(task):

@@ -74,16 +74,20 @@ class Assembly:
         if rendezvous.interface_of(bind) is None and not bind.startswith("127."):
             self.note(f"MASTER_ADDR {bind} is on no interface of {socket.gethostname()}: listening on all of them")
             bind = "::" if ":" in bind else "0.0.0.0"
-        ports = rendezvous.candidate_ports(task.job_id, task.array_index, self.attempt, self._secret)
+        ports = self._ports()
         store_ports = ports if task.preset_port is None else [task.preset_port]
         self._store = rendezvous.listen(bind, store_ports)
         if task.tasks > 1:
             meeting = rendezvous.listen(bind, [port for port in ports if port != self._store.getsockname()[1]])
             self.host = Host(meeting, self._key(), task.tasks)
 
+    def _ports(self) -> list[int]:
+        task = self.task
+        return rendezvous.candidate_ports(task.job_id, task.array_index, self.attempt, self._secret, task.step_id)
+
     def _key(self) -> bytes:
         task = self.task
-        return f"{self._secret}:{os.geteuid()}:{task.job_id}:{task.array_index}:{self.attempt}".encode()
+        return f"{self._secret}:{os.geteuid()}:{task.job_id}:{task.array_index}:{task.step_id}:{self.attempt}".encode()
 
     def meet(self) -> Go:
         """Wait until every task of the step has arrived, then return the ranks of this one's workers.
@@ -95,6 +99,7 @@ class Assembly:
         facts = {
             "task": self.task.task_rank,
             "host": socket.gethostname(),
+            "node": self.task.node_rank,
             "workers": self.task.workers,
             "tasks": self.task.tasks,
             "nodes": len(self.task.tasks_of_nodes),
@@ -145,10 +150,13 @@ class Assembly:
         raise error
 
     def _never_arrived(self, missing: list[int]) -> str:
+        assert self.host is not None
+        block = all(self._node_of_task(task) == facts["node"] for task, facts in self.host.joined.items())
         by_host: dict[str, list[int]] = {}
         for task in missing:
             ranks = range(task * self.task.workers, (task + 1) * self.task.workers)
-            by_host.setdefault(self.host_of_task(task), []).extend(ranks)
+            name = self._host_name(self._node_of_task(task)) if block else "unknown"
+            by_host.setdefault(name, []).extend(ranks)
         shown = [f"ranks {_ranges(ranks)} (node {name})" for name, ranks in list(by_host.items())[:8]]
         more = f" and {len(by_host) - 8} more nodes" if len(by_host) > 8 else ""
         return (
@@ -157,20 +165,22 @@ class Assembly:
             f"a slow file system needs a larger launch.rendezvous_timeout_s"
         )
 
-    def host_of_task(self, task: int) -> str:
-        """The node of a task, as Slurm's block distribution places it; "?" when the host list is not known."""
+    def _node_of_task(self, task: int) -> int:
+        """Where Slurm's block distribution places a task."""
         first = 0
         for node, count in enumerate(self.task.tasks_of_nodes):
-            if task < first + count:
-                return self.task.hosts[node] if node < len(self.task.hosts) else "?"
             first += count
-        return "?"
+            if task < first:
+                return node
+        return -1
+
+    def _host_name(self, node: int) -> str:
+        return self.task.hosts[node] if 0 <= node < len(self.task.hosts) else "unknown"
 
     def _meet_as_guest(self, facts: Mapping[str, Any]) -> Go:
         me = f"rank {self._first_rank} on {socket.gethostname()}"
-        ports = rendezvous.candidate_ports(self.task.job_id, self.task.array_index, self.attempt, self._secret)
         try:
-            self.guest = find_host(self._address, ports, self._key(), self._deadline)
+            self.guest = find_host(self._address, self._ports(), self._key(), self._deadline)
         except RendezvousError as error:
             raise RendezvousError(
                 f"{me}: {error} within {self.timeout_s:.0f} s: look whether rank 0 was started on {self.task.master_host} "

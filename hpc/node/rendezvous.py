@@ -23,13 +23,15 @@ CANDIDATES = 32
 RESOLVE_LIMIT_S = 20.0
 
 
-def candidate_ports(job_id: str, array_index: str | None, attempt: int, secret: str = "") -> list[int]:
-    """The ports that this attempt of this job tries, in order; every task computes the same list.
+def candidate_ports(
+    job_id: str, array_index: str | None, attempt: int, secret: str = "", step_id: str = ""
+) -> list[int]:
+    """The ports that this attempt of this job step tries, in order; every task computes the same list.
 
-    They differ by user, job, array index and attempt, and lie outside the ephemeral range. With a secret nobody
+    They differ by user, job, array index, step and attempt, and lie outside the ephemeral range. With a secret nobody
     else can foretell them.
     """
-    identity = f"{os.geteuid()}:{job_id}:{array_index}:{attempt}:{secret}"
+    identity = f"{os.geteuid()}:{job_id}:{array_index}:{step_id}:{attempt}:{secret}"
     ports: list[int] = []
     counter = 0
     while len(ports) < CANDIDATES:
@@ -162,7 +164,9 @@ def socket_interface(peer: str, note: Callable[[str], None]) -> dict[str, str]:
         except OSError:
             interface = None
     if interface is None:
-        note(f"the host name {own} resolves to {address}: set GLOO_SOCKET_IFNAME to the interface of the cluster's network")
+        note(
+            f"the host name {own} resolves to {address}: set GLOO_SOCKET_IFNAME to the interface of the cluster's network"
+        )
         return {}
     note(
         f"the host name {own} resolves to {address}, so GLOO_SOCKET_IFNAME={interface} is set for the workers "
