@@ -89,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return follow(sent.job_id, sent.output, tell=_tell)
     except HpcError as error:
         return report(DOOR, error)
+    except KeyboardInterrupt:
+        _tell("interrupted before anything was submitted")
+        return 130
     except BrokenPipeError:  # the reader of --dry-run has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
