@@ -106,6 +106,8 @@ class TrainConfig:
     """Let DDP look for parameters that got no gradient; slower."""
     loader_workers: int | None = None
     """Data-loader processes of each rank; by default from the cores that the rank may use."""
+    threads: int | None = None
+    """Threads that compute on the CPU in each rank; by default OMP_NUM_THREADS, or one per core of the rank's share."""
     eval_every_epochs: int = 1
     """Epochs between evaluations on the held-out samples; one always follows the last step. 0: only that one."""
     save_every_steps: int | None = None
@@ -123,7 +125,13 @@ class TrainConfig:
             ConfigError: names the setting, its value and what it may be.
         """
         least = {"epochs": 1, "max_steps": 1, "batch_size": 1, "accumulate": 1, "loader_workers": 0, "seed": 0}
-        least |= {"eval_every_epochs": 0, "save_every_steps": 1, "keep_checkpoints": 1, "log_every_steps": 1}
+        least |= {
+            "threads": 1,
+            "eval_every_epochs": 0,
+            "save_every_steps": 1,
+            "keep_checkpoints": 1,
+            "log_every_steps": 1,
+        }
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:

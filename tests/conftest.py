@@ -1,4 +1,4 @@
-"""Fixtures for the configuration: a working directory with jobs/ of its own, and no site file."""
+"""Fixtures: a working directory with jobs/ of its own and no site file; real ranks of the training core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rank_server import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WriteJob = Callable[..., str]
@@ -82,3 +83,11 @@ def write_job(nobody_elses_settings: None, tmp_path: Path) -> WriteJob:
 @pytest.fixture
 def all_types(write_job: WriteJob) -> str:
     return write_job(ALL_TYPES)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Starts real ranks of hpc.train, a fraction of a second each; the first use takes a few seconds."""
+    server = Ranks()
+    yield server
+    server.close()

@@ -85,12 +85,14 @@ def prepare_worker(worker: int) -> None:
 def set_threads_and_workers(config: TrainConfig, world: World, environ: Mapping[str, str] | None = None) -> int:
     """Give this rank's computing its share of the cores; returns the number of its data-loader processes.
 
-    OMP_NUM_THREADS and train.loader_workers are the user's word. Otherwise: the cores that this process may use,
-    divided by the ranks of this node that may use the same ones.
+    train.threads, OMP_NUM_THREADS and train.loader_workers are the user's word. Otherwise: the cores that this process
+    may use, divided by the ranks of this node that may use the same ones.
     """
     env = os.environ if environ is None else environ
     share = core_share(world)
-    if not env.get("OMP_NUM_THREADS"):
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif not env.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, share))
     if config.loader_workers is not None:
         return config.loader_workers

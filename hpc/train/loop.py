@@ -96,7 +96,8 @@ def train(job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory
     parts = _make_parts(job, config, world, total, saved)
     strategy.refuse_lonely_samples(parts.model, data.sampler)
     if saved:
-        log.info("resuming at step %d of %d from %s", position.step, total, newest)
+        if position.step < total:
+            log.info("resuming at step %d of %d from %s", position.step, total, newest)
         _restore_randomness(saved[1], config, world, position)
     else:
         randomness.seed_all(config.seed, 1 + world.rank)
@@ -153,7 +154,7 @@ class Loop:
             self._evaluate_unless_noted()
         if first < self.total:
             self.progress.begin(first, self.total)
-        self._speed.restart(0)
+        self._speed.restart()
         while self.position.step < self.total:
             self._epoch()
         self.world.barrier()
@@ -243,7 +244,7 @@ class Loop:
         if evaluate:
             self._evaluate()
         if save or evaluate:
-            self._speed.restart(0)
+            self._speed.restart()
 
     def _save(self) -> None:
         """Write a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
@@ -310,14 +311,14 @@ class Loop:
 
 
 class Speed:
-    """Samples per second since the last saving or evaluation, or over the last few logged steps."""
+    """Samples per second, without what saving and evaluating take; over ten seconds or a little more."""
 
     def __init__(self) -> None:
-        self.restart(0)
+        self.restart()
 
-    def restart(self, samples: int) -> None:
+    def restart(self) -> None:
         self._since = time.monotonic()
-        self._samples = samples
+        self._samples = 0
 
     def add(self, samples: int) -> None:
         self._samples += samples
@@ -326,7 +327,7 @@ class Speed:
         seconds = time.monotonic() - self._since
         speed = self._samples / seconds if seconds > 0 else 0.0
         if seconds > 10:
-            self.restart(0)
+            self.restart()
         return speed
 
 
@@ -428,7 +429,7 @@ def _restore_randomness(trainer: Mapping[str, Any], config: TrainConfig, world: 
     if len(generators) == world.size:
         randomness.restore(generators[world.rank], world.device)
         return
-    log.info("the checkpoint is of %d ranks, now there are %d: new random streams", len(generators), world.size)
+    log.debug("the checkpoint is of %d ranks, now there are %d: new random streams", len(generators), world.size)
     randomness.seed_all(config.seed + position.step, 1 + world.rank)
 
 

@@ -71,6 +71,8 @@ class Metrics:
             self.run.tensorboard.mkdir(mode=0o700, exist_ok=True)
             purge = self._first_step if self._first_step > 1 else None
             self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=purge, flush_secs=10)
+            for entry in os.scandir(self.run.tensorboard):
+                os.chmod(entry.path, 0o600)  # it opens its files by the umask alone
         return self._writer
 
 

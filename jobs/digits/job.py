@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Job(TrainingJob):
         return {"accuracy": ((model(images).argmax(1) == labels).sum(), len(labels))}
 
 
+@functools.cache
 def load_digits() -> tuple[Tensor, Tensor]:
     """Images [1797, 1, 8, 8] float in 0..1 and labels [1797] int64.
 

@@ -1,0 +1,1 @@
+"""A training job on toy data, with switches for what can go wrong; sample i carries the value i."""

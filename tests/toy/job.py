@@ -1,0 +1,121 @@
+"""The toy job."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset
+
+from hpc.train.job import TrainingJob
+from toy.config import Config
+
+FEATURES = 6
+
+
+class Numbers(Dataset[Any]):
+    """Sample i: features [6] that depend on i, a target, and i itself."""
+
+    def __init__(self, samples: int, noise: float = 0.0) -> None:
+        self.samples = samples
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        features = torch.sin(torch.arange(1, FEATURES + 1) * (index + 1.0))
+        if self.noise:
+            features = features + self.noise * torch.randn(FEATURES)
+        return features, torch.cos(torch.tensor(float(index))), torch.tensor(index)
+
+
+class Net(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, config.width)
+        self.norm = nn.BatchNorm1d(config.width) if config.batchnorm else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.last = nn.Linear(config.width, 1)
+        if config.unused:
+            self.forgotten = nn.Linear(3, 3)
+        self.register_buffer("ballast", torch.zeros(config.ballast_mib * 2**18))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(self.dropout(torch.tanh(self.norm(self.first(features))))).squeeze(1)
+
+
+class Job(TrainingJob):
+    parameters: Config
+
+    def __init__(self, parameters: Any, train: Any) -> None:
+        super().__init__(parameters, train)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.step = 0
+        if parameters.slow_sync_s:
+            sync = os.fsync
+            os.fsync = lambda descriptor: (time.sleep(parameters.slow_sync_s), sync(descriptor))[1]
+        if parameters.only_zero_makes_folders and self.rank > 0:
+            os.mkdir = refuse_folder
+            os.path.isdir = lambda path: False
+
+    def model(self) -> nn.Module:
+        return Net(self.parameters)
+
+    def train_data(self) -> Dataset[Any]:
+        return Numbers(self.parameters.samples, self.parameters.noise)
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return Numbers(self.parameters.held_out) if self.parameters.held_out else None
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        if self.parameters.optimizer == "adamw":
+            return AdamW(model.parameters(), lr=self.parameters.lr)
+        return SGD(model.parameters(), lr=self.parameters.lr, momentum=0.9)
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - step / (2 * total_steps)))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        features, targets, ids = batch
+        self.step += 1
+        if self.parameters.folder:
+            with open(Path(self.parameters.folder) / f"ids-{self.rank}.jsonl", "a") as stream:
+                print(json.dumps(ids.tolist()), file=stream)
+        if self.step == self.parameters.trouble_step and self.rank == self.parameters.trouble_rank:
+            make_trouble(self.parameters.trouble)
+        return functional.mse_loss(model(features), targets)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        features, targets, ids = batch
+        error = functional.mse_loss(model(features), targets, reduction="sum")
+        return {"mean_id": (ids.sum(), len(ids)), "error": (error, len(ids))}
+
+
+def refuse_folder(path: str, *_: object, **__: object) -> None:
+    raise FileExistsError(17, "a rank other than 0 makes a folder", path)
+
+
+def make_trouble(kind: str) -> None:
+    if kind == "exit":
+        os._exit(41)
+    elif kind == "raise":
+        raise ValueError("bad batch 17")
+    elif kind == "sleep":
+        time.sleep(600)
+    elif kind == "signal":
+        for child in multiprocessing.active_children():
+            for name in (signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+                os.kill(child.pid, name)
+    else:
+        raise AssertionError(f"no trouble is called {kind}")
