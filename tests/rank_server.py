@@ -66,7 +66,7 @@ class Ranks:
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
         answer = json.loads(self._server.stdout.readline())
-        logs = [(folder / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+        logs = [(folder / f"rank-{rank}.log").read_bytes().decode() for rank in range(ranks)]
         return Trial(answer["codes"], logs, answer["seconds"])
 
     def close(self) -> None:

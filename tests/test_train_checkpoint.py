@@ -1,0 +1,224 @@
+"""Checkpoints: whole or not there, the newest by number, nothing pickled, a damaged one named and skipped."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import json
+import logging
+import os
+import random
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_server import Ranks
+
+from hpc.train import checkpoint
+from hpc.train.checkpoint import CheckpointError, Checkpoints, damage, read, require_plain
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"weight": torch.full((500,), value)}
+
+
+def written(folder: Path, *steps: int, keep: int = 10) -> Checkpoints:
+    checkpoints = Checkpoints(folder / "checkpoints", keep)
+    checkpoints.prepare()
+    for step in steps:
+        checkpoints.write(step, state(step), {"position": {"step": step}})
+    return checkpoints
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 3)
+    path = checkpoints.newest()
+    assert path == tmp_path / "checkpoints/step-3" and damage(path) is None
+    model, trainer = read(path)
+    assert torch.equal(model["weight"], state(3)["weight"]) and trainer == {"position": {"step": 3}}
+    assert sorted(os.listdir(path)) == ["manifest.json", "model.pt", "trainer.pt"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+def test_k04_the_newest_is_chosen_by_number(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 2, 9, 10, 100)
+    assert checkpoints.newest() == checkpoints.path(100)
+    assert checkpoints.steps() == [2, 9, 10, 100]
+
+
+def test_the_newest_are_kept_and_only_they(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 9, 10, 11, 100, keep=2)
+    assert checkpoints.steps() == [11, 100]
+    assert sorted(os.listdir(checkpoints.folder)) == ["step-100", "step-11"]
+
+
+def test_a_damaged_one_does_not_count_among_those_kept(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 1, 2)
+    (checkpoints.path(2) / "manifest.json").unlink()
+    checkpoints.keep = 2
+    checkpoints.write(3, state(), {})
+    assert checkpoints.steps() == [1, 2, 3]
+
+
+def spoil_bit(path: Path) -> None:
+    data = bytearray((path / "model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "model.pt").write_bytes(data)
+
+
+def spoil_length(path: Path) -> None:
+    os.truncate(path / "trainer.pt", 10)
+
+
+def spoil_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 1, "files": {"model.pt"')
+
+
+def spoil_missing(path: Path) -> None:
+    (path / "model.pt").unlink()
+
+
+def spoil_unfinished(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def spoil_version(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (spoil_bit, "SHA-256"),
+        (spoil_length, "has 10 bytes of"),
+        (spoil_manifest, "cannot be read"),
+        (spoil_missing, "model.pt"),
+        (spoil_unfinished, "never finished"),
+        (spoil_version, "format 99"),
+    ],
+)
+def test_a_damaged_one_is_named_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spoil: Any, word: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hpc.train"), "propagate", True)
+    checkpoints = written(tmp_path, 9, 10)
+    spoil(checkpoints.path(10))
+    assert checkpoints.newest() == checkpoints.path(9)
+    assert "step-10" in caplog.text and word in caplog.text
+    spoil(checkpoints.path(9))
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        checkpoints.newest()
+
+
+def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "nothing").newest() is None
+    assert written(tmp_path).newest() is None
+
+
+def test_unfinished_folders_never_count_and_are_cleared(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 5)
+    stale = checkpoints.folder / ".step-50.123.tmp"
+    os.rename(checkpoints.path(5), stale)  # whole, but never published
+    (checkpoints.folder / "step-latest").mkdir()
+    assert checkpoints.newest() is None
+    checkpoints.prepare()
+    assert os.listdir(checkpoints.folder) == ["step-latest"]
+
+
+def test_a_damaged_one_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
+    checkpoints = written(tmp_path, 5)
+    spoil_bit(checkpoints.path(5))
+    checkpoints.write(5, state(7), {})
+    assert damage(checkpoints.path(5)) is None
+    assert torch.equal(read(checkpoints.path(5))[0]["weight"], state(7)["weight"])
+    assert os.listdir(checkpoints.folder) == ["step-5"]
+
+
+def test_a_full_disk_leaves_the_ones_before_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = written(tmp_path, 5)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoints.write(6, state(), {})
+    assert os.listdir(checkpoints.folder) == ["step-5"] and checkpoints.newest() == checkpoints.path(5)
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize("value", [Odd(), lambda: 0, collections.namedtuple("Pair", "a b")(1, 2), range(3)])
+def test_what_safe_loading_would_refuse_is_refused_when_saving(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\.scheduler\.items\[1\] is a "):
+        written(tmp_path).write(1, state(), {"scheduler": {"items": [1, value]}})
+
+
+def test_what_passes_as_plain_does_load_safely(tmp_path: Path) -> None:
+    values = {
+        "numbers": [1, 2.5, True, None, 1j, b"x", "ü"],
+        "tuple": (1, (2, 3)),
+        "set": {1, 2},
+        "counter": collections.Counter([3, 3]),
+        "ordered": collections.OrderedDict(a=1),
+        "torch": [torch.float16, torch.Size([2]), torch.device("cpu")],
+        7: torch.arange(3),
+    }
+    checkpoints = written(tmp_path)
+    require_plain(values, "values")
+    checkpoints.write(1, state(), values)
+    loaded = read(checkpoints.path(1))[1]
+    assert torch.equal(loaded.pop(7), values.pop(7)) and loaded == values
+
+
+@pytest.mark.slow
+def test_k13_a_checkpoint_of_a_real_run_loads_with_the_default_loader(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(tmp_path, "toy", "run_dir=run", "optimizer=adamw", "dropout=0.1", ranks=2).check()
+    path = Checkpoints(tmp_path / "run/checkpoints").newest()
+    assert path is not None
+    model, trainer = torch.load(path / "model.pt"), torch.load(path / "trainer.pt")
+    assert not any(name.startswith("module.") for name in model)
+    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data"}
+    assert len(trainer["random"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(6))
+def test_k01_a_kill_at_any_moment_leaves_a_whole_checkpoint(ranks: Ranks, tmp_path: Path, moment: int) -> None:
+    arguments = ("toy", "run_dir=run", "train.save_every_steps=1", "train.epochs=100", "train.batch_size=8")
+    arguments += ("ballast_mib=4", "held_out=0", "slow_sync_s=0.05")
+    moments = random.Random(moment)
+    folder, best = tmp_path / "run/checkpoints", 0
+    for _ in range(3):
+        trial = ranks(tmp_path, *arguments, kill_after_s=0.6 + 1.2 * moments.random())
+        assert trial.codes == [-9]
+        newest = Checkpoints(folder).newest() if folder.exists() else None
+        step = 0 if newest is None else read(newest)[1]["position"]["step"]
+        assert step >= best and (newest is None or newest.name == f"step-{step}")
+        assert best == 0 or f"resuming at step {best} of" in trial.logs[0]
+        best = step
+    assert best > 0, trial.text()
+
+
+@pytest.mark.slow
+def test_x01_k21_only_rank_zero_makes_folders(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = ("toy", "run_dir=run", "only_zero_makes_folders=true", "train.save_every_steps=2", "train.batch_size=8")
+    ranks(tmp_path, *arguments, ranks=2).check()
+    assert Checkpoints(tmp_path / "run/checkpoints").steps() == [4, 5]
+    assert checkpoint.damage(tmp_path / "run/checkpoints/step-5") is None
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(tmp_path, "toy", "run_dir=run", ranks=2).check()
+    spoil_bit(tmp_path / "run/checkpoints/step-1")
+    refused = ranks(tmp_path, "toy", "run_dir=run", ranks=2)
+    assert refused.codes == [1, 1]
+    assert "step-1 is damaged" in refused.logs[0] and "none of the 1 checkpoints" in refused.logs[0].splitlines()[-1]
+    assert refused.logs[1] == ""

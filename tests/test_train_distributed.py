@@ -1,0 +1,190 @@
+"""Devices, rendezvous, collectives that time out, and the end of the process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_server import Ranks
+
+from hpc.errors import EnvironmentMismatch
+from hpc.ranks import RankInfo
+from hpc.schema import TrainConfig
+from hpc.train import distributed
+from hpc.train.distributed import World, choose_device
+from hpc.train.loader import core_share, set_threads_and_workers
+
+
+def info(local_rank: int = 0, device_index: int | None = None) -> RankInfo:
+    return RankInfo(
+        rank=local_rank,
+        local_rank=local_rank,
+        node_rank=0,
+        world_size=4,
+        local_world_size=4,
+        nodes=1,
+        device_index=device_index,
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that some GPUs are visible."""
+
+    def visible(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.delenv("DEVICE_INDEX", raising=False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+
+    return visible
+
+
+def test_device_index_goes_before_local_rank(gpus: Any) -> None:
+    gpus(4)
+    assert choose_device("auto", info(2, device_index=3)) == torch.device("cuda", 3)
+    assert choose_device("auto", info(2)) == torch.device("cuda", 2)
+    assert choose_device("cpu", info(2, device_index=3)) == torch.device("cpu")
+
+
+def test_r18_the_only_visible_gpu_is_taken_whatever_the_local_rank(gpus: Any) -> None:
+    gpus(1)
+    assert choose_device("auto", info(3)) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("place", "name"), [(info(3), "LOCAL_RANK=3"), (info(0, device_index=2), "DEVICE_INDEX=2")])
+def test_r20_an_index_beyond_the_visible_gpus_is_refused(gpus: Any, place: RankInfo, name: str) -> None:
+    gpus(2)
+    with pytest.raises(EnvironmentMismatch, match=rf"{name}.*only 2 GPUs.*CUDA_VISIBLE_DEVICES=0,1"):
+        choose_device("auto", place)
+
+
+def test_no_gpu_is_the_cpu_with_a_note_or_a_refusal(
+    gpus: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed.log, "propagate", True)
+    gpus(0)
+    assert choose_device("auto", info()) == torch.device("cpu")
+    assert "training on the CPU: no GPU is usable" in caplog.text
+    with pytest.raises(EnvironmentMismatch, match="train.device=cuda, but torch can use no GPU"):
+        choose_device("cuda", info())
+    with pytest.raises(EnvironmentMismatch, match="DEVICE_INDEX=1, but torch can use no GPU"):
+        choose_device("auto", info(1, device_index=1))
+
+
+def test_a_launcher_that_gives_no_gpu_means_the_cpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    monkeypatch.setenv("DEVICE_INDEX", "")
+    assert choose_device("auto", info()) == torch.device("cpu")
+    assert choose_device("cuda", info()) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("cores", "neighbours", "expected"), [(2, 1, 2), (2, 2, 1), (8, 2, 4), (2, 8, 0)])
+def test_x08_cores_are_those_allowed_and_shared_with_the_neighbours(
+    monkeypatch: pytest.MonkeyPatch, cores: int, neighbours: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    place = RankInfo(rank=0, local_rank=0, node_rank=0, world_size=neighbours + 1, local_world_size=neighbours, nodes=2)
+    world = World(place, torch.device("cpu"), 10)
+    others = [(0, list(range(cores)))] * neighbours + [(1, list(range(cores)))]
+    monkeypatch.setattr(World, "all_gather", lambda self, value: others)
+    assert core_share(world) == expected
+
+
+def test_x08_ranks_bound_to_cores_of_their_own_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6})
+    monkeypatch.setattr(World, "all_gather", lambda self, value: [(0, [1, 2, 3]), value])
+    assert core_share(World(info(), torch.device("cpu"), 10)) == 3
+
+
+def test_x08_threads_and_workers_follow_the_share_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    alone = World(
+        RankInfo(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, nodes=1), torch.device("cpu"), 10
+    )
+    assert set_threads_and_workers(TrainConfig(), alone, {}) <= 2 and threads == [2]
+    assert set_threads_and_workers(TrainConfig(loader_workers=5), alone, {"OMP_NUM_THREADS": "7"}) == 5
+    assert threads == [2]
+    set_threads_and_workers(TrainConfig(threads=3), alone, {"OMP_NUM_THREADS": "7"})
+    assert threads == [2, 3]
+
+
+@pytest.mark.slow
+def test_l13_a_stuck_rank_is_named_soon_after_the_time_out(ranks: Ranks, tmp_path: Path) -> None:
+    trial = ranks(
+        tmp_path,
+        *("toy", "train.timeout_s=4", "train.batch_size=8", "trouble=sleep", "trouble_step=2", "trouble_rank=1"),
+        ranks=3,
+        patience_s=2.0,
+    )
+    assert trial.codes[1] == -signal.SIGKILL and trial.codes[0] == trial.codes[2] == 1, trial.text()
+    assert trial.seconds < 40
+    last = trial.logs[0].splitlines()[-1]
+    assert last.startswith("hpc.train: error: rank 0: a collective did not end within train.timeout_s=4")
+    assert "stuck or gone: rank 1;" in last
+
+
+@pytest.mark.slow
+def test_c09_a_good_run_ends_in_seconds_without_a_warning(ranks: Ranks, tmp_path: Path) -> None:
+    trial = ranks(tmp_path, "toy", ranks=2).check()
+    assert trial.seconds < 30
+    assert "arning" not in trial.text() and trial.logs[1] == ""
+
+
+@pytest.mark.slow
+def test_c10_the_traceback_of_a_failing_rank_is_the_last_thing_it_says(ranks: Ranks, tmp_path: Path) -> None:
+    errors = tmp_path / "error.json"
+    trial = ranks(
+        tmp_path,
+        *("toy", "trouble=raise", "trouble_step=2", "trouble_rank=1", "train.batch_size=8"),
+        ranks=2,
+        env={"TORCHELASTIC_ERROR_FILE": str(errors)},
+    )
+    assert trial.codes == [1, 1]
+    assert trial.logs[1].splitlines()[-1] == "ValueError: bad batch 17"
+    assert trial.logs[1].startswith("Traceback (most recent call last):")
+    assert "arning" not in trial.logs[1] and "destroy_process_group" not in trial.text()
+
+
+@pytest.mark.slow
+def test_ranks_that_never_come_are_given_up_in_time(ranks: Ranks, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        trial = ranks(tmp_path, "toy", "launch.rendezvous_timeout_s=2", env=env)
+    assert trial.codes == [69] and trial.seconds < 30
+    last = trial.logs[0].splitlines()[-1]
+    assert f"rank 1 of 2 on {socket.gethostname()} did not meet the others at 127.0.0.1:" in last
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    trial = ranks(tmp_path, "toy", "launch.rendezvous_timeout_s=2", env=env)
+    assert trial.codes == [69], trial.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "ranks go from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(
+    ranks: Ranks, tmp_path: Path, env: dict[str, str], word: str
+) -> None:
+    trial = ranks(tmp_path, "toy", env=env)
+    assert trial.codes == [78] and word in trial.logs[0].splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_c06_loader_processes_bear_the_notices_of_their_rank(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = ("toy", "train.loader_workers=2", "train.batch_size=4", "trouble=signal", "trouble_step=2")
+    ranks(tmp_path, *arguments, "train.epochs=2").check()
