@@ -24,7 +24,7 @@ from hpc import exitcodes
 from hpc.command import Target, target_of
 from hpc.errors import printable
 from hpc.node import leftovers, preload
-from hpc.node.assembly import Assembly, Go
+from hpc.node.assembly import SECRET_VARIABLE, Assembly, Go
 from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
 from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection
@@ -108,6 +108,7 @@ class Agent:
 
     def __init__(self, task: TaskEnvironment, settings: AgentSettings) -> None:
         self.task, self.settings = task, settings
+        self._environ_before = dict(os.environ)  # torch's import sets variables of its own: workers get the user's
         self.host_name = socket.gethostname()
         self.state = State.RUNNING
         self.workers: list[Worker] = []
@@ -181,7 +182,8 @@ class Agent:
     def _preload(self, target: Target, threads: int) -> bool:
         """Import what the workers need; True when they can be forked from here."""
         # libgomp reads it when torch is loaded
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        self._environ_before.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        os.environ["OMP_NUM_THREADS"] = self._environ_before["OMP_NUM_THREADS"]
         if target.kind == "program" or not self.settings.fork:
             return False
         optional: list[str] = []
@@ -250,7 +252,7 @@ class Agent:
     ) -> dict[str, str]:
         assert self.go is not None
         run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
-        environ = dict(os.environ)
+        environ = {name: value for name, value in self._environ_before.items() if name != SECRET_VARIABLE}
         environ.update(info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt))
         environ.update(extra)
         environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it

@@ -48,7 +48,7 @@ class Assembly:
         self._secret = os.environ.pop(SECRET_VARIABLE, "")
         self._store: socket.socket | None = None
         self._address = ""
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = 0.0
 
     @property
     def is_host(self) -> bool:
@@ -96,6 +96,7 @@ class Assembly:
             RendezvousError: somebody never arrived within the limit; ranks and nodes are named.
             EnvironmentMismatch: two tasks disagree on the counts; both values are named.
         """
+        self._deadline = time.monotonic() + self.timeout_s  # from here: importing torch may have taken its time
         facts = {
             "task": self.task.task_rank,
             "host": socket.gethostname(),

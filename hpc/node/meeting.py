@@ -214,12 +214,12 @@ def find_host(address: str, ports: Sequence[int], key: bytes, deadline: float) -
     try:
         while time.monotonic() < deadline:
             if time.monotonic() >= next_round:
-                # the host nearly always gets its first port: all 32 only now and then, for the sake of its node
-                for port in ports if rounds % 8 == 7 else ports[:3]:
+                # the host nearly always gets its first port: the others are tried bit by bit, for the sake of its node
+                for port in ports[: 2 + 2 * rounds]:
                     if port not in trying and port not in refused:
                         _start(address, port, trying, selector)
                 rounds += 1
-                next_round = time.monotonic() + (0.2 if rounds < 20 and not trying else 1.0)
+                next_round = time.monotonic() + (0.2 if rounds < 20 else 1.0)
             for key_event, _ in selector.select(max(0.0, min(next_round, deadline) - time.monotonic())):
                 port, connection = key_event.data, trying[key_event.data]
                 verdict = _greet(connection, key)

@@ -100,13 +100,13 @@ def run_as_main(target: Target) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if target.kind == "script":
-        path = target.name
-        sys.path[0] = os.path.dirname(os.path.abspath(path))
+        path = os.path.abspath(target.name)
+        sys.path[0] = os.path.dirname(path)
         main.__file__ = path
         if path.endswith(".pyc"):
             code = importlib.machinery.SourcelessFileLoader("__main__", path).get_code("__main__")
         else:
-            with io.open_code(os.path.abspath(path)) as stream:
+            with io.open_code(path) as stream:
                 code = compile(stream.read(), path, "exec", dont_inherit=True)
     else:
         spec = importlib.util.find_spec(target.name)
@@ -117,7 +117,7 @@ def run_as_main(target: Target) -> None:
         code = spec.loader.get_code(spec.name)
         main.__file__ = path = spec.origin or target.name
         main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
-    sys.argv = [path, *target.arguments]
+    sys.argv = [target.name if target.kind == "script" else path, *target.arguments]
     sys.modules["__main__"] = main
     assert code is not None
     exec(code, main.__dict__)

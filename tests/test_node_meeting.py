@@ -1,0 +1,162 @@
+"""The meeting of the agents: who is let in, who is passed by, and what is told when somebody leaves."""
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hpc.errors import RendezvousError
+from hpc.node import meeting
+from hpc.node.meeting import Connection, Host, find_host
+
+KEY = b"the job's own key"
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    server = socket.create_server(("127.0.0.1", 0))
+    host = Host(server, KEY, 3)
+    host.join_self(0, {"host": "n1"})
+    yield host
+    host.close()
+
+
+def serve(host: Host, seconds: float, news: list[tuple[int, dict[str, object]]]) -> None:
+    """Be the host for a while."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with selectors.DefaultSelector() as selector:
+            for sock in host.sockets():
+                selector.register(sock, selectors.EVENT_READ)
+            for key, _ in selector.select(0.05):
+                if isinstance(key.fileobj, Connection):
+                    news.extend(host.serve(key.fileobj))
+                else:
+                    host.accept()
+
+
+def in_background(host: Host, seconds: float = 2.0) -> tuple[threading.Thread, list[tuple[int, dict[str, object]]]]:
+    news: list[tuple[int, dict[str, object]]] = []
+    thread = threading.Thread(target=serve, args=(host, seconds, news))
+    thread.start()
+    return thread, news
+
+
+def port_of(host: Host) -> int:
+    return int(host.server.getsockname()[1])
+
+
+def test_guests_join_and_messages_go_both_ways(host: Host) -> None:
+    thread, news = in_background(host)
+    guests = [find_host("127.0.0.1", [port_of(host), 1], KEY, time.monotonic() + 5) for _ in range(2)]
+    for task, guest in enumerate(guests, start=1):
+        guest.send(joined={"task": task, "host": f"n{task}"})
+    guests[0].send(ended={"code": 3})
+    guests[1].close()
+    thread.join()
+    assert host.missing() == []
+    assert (1, {"ended": {"code": 3}}) in news
+    assert (2, {"gone": True}) in news
+    host.broadcast(go={"port": 5})
+    host.flush(1.0)
+    messages, _ = guests[0].receive()
+    assert messages == [{"go": {"port": 5}}]
+    guests[0].close()
+
+
+def test_strangers_on_the_ports_are_passed_by(host: Host) -> None:
+    """One is silent, one talks another protocol, one is another job's meeting."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    talker = socket.create_server(("127.0.0.1", 0))
+    other = Host(socket.create_server(("127.0.0.1", 0)), b"another job's key", 2)
+
+    def talk() -> None:
+        for _ in range(3):
+            try:
+                talker.settimeout(3)
+                connection, _ = talker.accept()
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            except OSError:
+                return
+
+    chatter = threading.Thread(target=talk, daemon=True)
+    chatter.start()
+    threads = [in_background(host, 4.0)[0], in_background(other, 4.0)[0]]
+    ports = [silent.getsockname()[1], talker.getsockname()[1], port_of(other), port_of(host)]
+    guest = find_host("127.0.0.1", ports, KEY, time.monotonic() + 10)
+    assert guest.sock.getpeername()[1] == port_of(host)
+    assert other.joined == {}
+    for thread in threads:
+        thread.join()
+    guest.close()
+    silent.close()
+    talker.close()
+    other.close()
+
+
+def test_nothing_is_told_to_who_cannot_prove_the_key(host: Host) -> None:
+    thread, news = in_background(host, 1.5)
+    answers = []
+    for line in (b'{"joined": {"task": 1}}\n', b'{"proof": "00"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300_000):
+        with socket.create_connection(("127.0.0.1", port_of(host)), timeout=1) as rogue:
+            greeting = json.loads(rogue.makefile("rb").readline())
+            try:
+                rogue.sendall(line)
+                answers.append(rogue.recv(100))
+            except OSError:
+                answers.append(b"")
+            assert set(greeting) == {"greeting", "challenge"}
+    thread.join()
+    assert answers == [b""] * 4
+    assert news == [] and host.missing() == [1, 2]
+
+
+def test_a_proof_cannot_be_played_back(host: Host) -> None:
+    assert meeting.proof(KEY, "abc", "guest") != meeting.proof(KEY, "abc", "host")
+    assert meeting.proof(KEY, "abc", "guest") != meeting.proof(KEY, "abd", "guest")
+    assert meeting.proof(KEY, "abc", "guest") != meeting.proof(b"other", "abc", "guest")
+
+
+def test_a_task_that_joins_twice_is_refused(host: Host) -> None:
+    thread, _ = in_background(host, 1.0)
+    guests = [find_host("127.0.0.1", [port_of(host), 1], KEY, time.monotonic() + 5) for _ in range(2)]
+    for guest in guests:
+        guest.send(joined={"task": 1, "host": "n1"})
+        time.sleep(0.2)
+    thread.join()
+    messages, gone = guests[1].receive()
+    assert gone and messages[0]["stop"]["code"] == 78
+    assert guests[0].receive() == ([], False)
+    for guest in guests:
+        guest.close()
+
+
+def test_a_host_that_never_comes_is_an_error_within_the_limit() -> None:
+    begun = time.monotonic()
+    with pytest.raises(RendezvousError, match="127.0.0.1 was not reached"):
+        find_host("127.0.0.1", [1, 2], KEY, time.monotonic() + 1.0)
+    assert 0.9 < time.monotonic() - begun < 5
+
+
+def test_a_host_that_comes_late_is_found() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = []
+
+    def come() -> None:
+        time.sleep(1.0)
+        late = Host(socket.create_server(("127.0.0.1", port)), KEY, 2)
+        hosts.append(late)
+        serve(late, 3.0, [])
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    guest = find_host("127.0.0.1", [port, 1], KEY, time.monotonic() + 10)
+    guest.close()
+    thread.join()
+    hosts[0].close()
