@@ -1,0 +1,312 @@
+"""The controller: what step it plans, what it tells the agents, and how it says how it ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from steps import ROOT, Step, send
+
+from hpc.allocation import allocation as allocations
+from hpc.allocation.allocation import Allocation
+from hpc.allocation.controller import agent_command, plan_step, step_command
+from hpc.config import Loaded
+from hpc.errors import EnvironmentMismatch
+from hpc.schema import Config, LaunchConfig
+
+STUBS = ROOT / "tests" / "fake_slurm" / "bin"
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_GPUS_PER_NODE": "4",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_JOB_CPUS_PER_NODE": "24(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+
+
+def loaded(command: tuple[str, ...] = ("train.py", "--lr", "0.1"), **launch: object) -> Loaded:
+    return Loaded(Config(command=list(command), launch=LaunchConfig(**launch)), None)  # type: ignore[arg-type]
+
+
+def planned(environ: dict[str, str], **launch: object) -> list[str]:
+    config = loaded(**launch)
+    step = plan_step(allocations.read(environ), config)
+    return step_command(step, agent_command(step, config, "/python"))
+
+
+# ---- what Slurm granted ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:2"}, 2),
+        ({"SLURM_GPUS_PER_NODE": "gpu:a100:2"}, 2),
+        ({"SLURM_GPUS_PER_NODE": "a100:1,v100:2"}, 3),
+        ({"SLURM_GPUS_PER_NODE": ""}, 4),
+        ({"SLURM_GPUS_PER_NODE": "", "SLURM_GPUS_ON_NODE": "", "SLURM_JOB_GPUS": "2,3"}, 2),
+        ({"SLURM_GPUS_PER_NODE": "", "SLURM_GPUS_ON_NODE": "0"}, None),
+    ],
+)
+def test_gpus_of_a_node(changes: dict[str, str], gpus: int | None) -> None:
+    assert allocations.read({**BATCH, **changes}).gpus_per_node == gpus
+
+
+def test_arrays_attempts_and_uneven_cores() -> None:
+    environ = {
+        **BATCH,
+        "SLURM_ARRAY_JOB_ID": "50",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_CPUS_PER_NODE": "24,8(x3)",
+    }
+    read = allocations.read(environ)
+    assert (read.run_id, read.attempt, read.cpus_per_node) == ("50_3", 2, 8)
+    assert allocations.read({}) == allocations.LOCAL
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"SLURM_STEP_ID": "0"}, ("SLURM_STEP_ID=0", "hpc.node")),
+        ({"SLURM_HET_SIZE": "2"}, ("SLURM_HET_SIZE=2", "not supported")),
+        ({"SLURM_JOB_NUM_NODES": "two"}, ("SLURM_JOB_NUM_NODES='two'",)),
+    ],
+)
+def test_l04_r24_where_no_controller_can_run(changes: dict[str, str], texts: tuple[str, ...]) -> None:
+    with pytest.raises(EnvironmentMismatch) as caught:
+        allocations.read({**BATCH, **changes})
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_an_interactive_step_is_a_place_for_a_controller() -> None:
+    assert allocations.read({**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFA)}).job_id == "7"
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+def test_l16_the_step_gets_its_nodes_tasks_and_cores() -> None:
+    argv = planned(BATCH)
+    for word in (
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=24",
+        "--kill-on-bad-exit=1",
+        "--label",
+    ):
+        assert word in argv
+    assert argv[argv.index("--") + 1 :] == ["train.py", "--lr", "0.1"]
+    per_gpu = planned(BATCH, layout="task-per-gpu")
+    for word in ("--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=6", "--layout=task-per-gpu"):
+        assert word in per_gpu
+
+
+def test_s04_cores_per_task_are_passed_on() -> None:
+    argv = planned({**BATCH, "SLURM_CPUS_PER_TASK": "6"}, layout="task-per-gpu")
+    assert "--cpus-per-task=6" in argv
+
+
+def test_s25_x10_r23_the_step_names_no_gpus() -> None:
+    for layout in ("task-per-node", "task-per-gpu"):
+        text = " ".join(planned(BATCH, layout=layout))
+        assert "--gpu" not in text and "--gres" not in text and "CUDA_VISIBLE_DEVICES" not in text
+
+
+def test_fewer_cores_than_workers_are_overcommitted_and_not_refused() -> None:
+    argv = planned({**BATCH, "SLURM_JOB_CPUS_PER_NODE": "1(x2)"}, layout="task-per-gpu")
+    assert "--overcommit" in argv and "--cpus-per-task=1" in argv
+    assert "--overcommit" not in planned(BATCH)
+
+
+def test_without_gpus_the_number_of_workers_is_told() -> None:
+    environ = {**BATCH, "SLURM_GPUS_PER_NODE": "", "SLURM_GPUS_ON_NODE": ""}
+    assert "--workers-per-node=3" in planned(environ, workers_per_node=3)
+    assert "--workers-per-node=1" in planned(environ)
+    assert not any(word.startswith("--workers-per-node") for word in planned(BATCH))
+
+
+def test_a_local_run_needs_no_srun() -> None:
+    config = loaded(workers_per_node=2)
+    step = plan_step(Allocation(), config)
+    argv = step_command(step, agent_command(step, config, "/python"))
+    assert argv[0] == "/python" and "--workers-per-node=2" in argv
+
+
+# ---- with stand-ins for Slurm ----------------------------------------------------------------------------------------
+
+
+def batch_environ(folder: Path, **changes: str) -> dict[str, str]:
+    """The batch step's environment, with the stub srun first on PATH and both nodes simulated here."""
+    kept = {name: os.environ[name] for name in ("HOME", "OPENBLAS_CORETYPE") if name in os.environ}
+    return {
+        **kept,
+        **BATCH,
+        "PATH": f"{STUBS}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HPC_SITE_CONFIG": "",
+        "FAKE_SLURM_LOG": str(folder / "calls.jsonl"),
+        "FAKE_SLURM_GPUS": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_GPUS_ON_NODE": "2",
+        **changes,
+    }
+
+
+def launch(folder: Path, *arguments: str, limit_s: float = 60, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpc.launch", *arguments],
+        env=batch_environ(folder, **changes),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+
+
+def record(folder: Path) -> list[dict[str, object]]:
+    (file,) = (folder / "runs").rglob("record.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_good_run_is_recorded_with_its_hosts_and_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\nx = torch.ones(1)\ndist.all_reduce(x)\nprint('sum', x.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 4.0") == 4
+    assert "torch " in done.stdout.splitlines()[0] and sys.executable in done.stdout.splitlines()[0]
+    assert (tmp_path / "runs" / "train-7" / "config.yaml").exists()
+    started, ended = record(tmp_path)
+    assert started["event"] == "started" and started["world_size"] == 4
+    assert [place[1:] for place in started["nodes"]] == [[0, 2], [2, 2]]  # type: ignore[attr-defined]
+    assert ended["event"] == "ended" and ended["code"] == 0
+
+
+@pytest.mark.slow
+def test_f10_f07_the_first_failing_rank_is_last_on_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 2: raise ValueError('bad batch 17')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py")
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-6:]
+    assert "rank 2 on" in last[-1] and "bad batch 17" in last[-1] and "rank-2.log" in last[-1]
+    assert last[-2] == "ValueError: bad batch 17" and 'train.py", line 3' in "\n".join(last)
+    assert record(tmp_path)[-1]["first"]["rank"] == 2  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_f04_f10_exit_codes_and_kills_are_passed_on_in_words(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL) if 'kill' in sys.argv else sys.exit(42)\n"
+        "time.sleep(60)\n"
+    )
+    done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py")
+    assert done.returncode == 42 and "rank 1 on" in done.stderr.splitlines()[-1]
+    done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py", "kill", SLURM_JOB_ID="8")
+    assert done.returncode == 137 and "perhaps out of host memory" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_x16_a_step_that_never_started_is_not_called_a_failure_of_the_program(tmp_path: Path) -> None:
+    refusal = "srun: error: Unable to create step for job 7: Memory required by task is not available"
+    done = launch(tmp_path, "--", "sh", "-c", "exit 1", FAKE_SRUN_EXIT="1", FAKE_SRUN_STDERR=refusal)
+    assert done.returncode == 69
+    assert refusal in done.stderr and "no rank was started" in done.stderr
+    assert record(tmp_path)[-1]["started"] is False
+
+
+def test_a_missing_srun_is_told_in_one_line(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--", "/bin/true", PATH="/nonexistent")
+    assert done.returncode == 69 and done.stderr.count("\n") == 1
+    assert "cannot run srun" in done.stderr and "PATH" in done.stderr
+
+
+def test_l04_a_launcher_inside_an_srun_task_is_refused(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--", "true", SLURM_STEP_ID="0")
+    assert done.returncode == 78 and done.stderr.count("\n") == 1 and "SLURM_STEP_ID=0" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["torchrun", "x.py"], ["nothere.py"], ["no-such-program"]])
+def test_a_command_that_cannot_run_is_refused_before_srun(tmp_path: Path, command: list[str]) -> None:
+    done = launch(tmp_path, "--", *command)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "calls.jsonl").exists()
+
+
+def test_k17_two_attempts_of_one_job_have_one_directory(tmp_path: Path) -> None:
+    for attempt in ("0", "1"):
+        done = launch(tmp_path, "--", "sh", "-c", "echo attempt", SLURM_RESTART_COUNT=attempt, SLURM_NNODES="1",
+                      SLURM_JOB_NUM_NODES="1", SLURM_JOB_CPUS_PER_NODE="4", SLURM_JOB_NODELIST="n1")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert sorted(path.name for path in folder.glob("attempt-*")) == ["attempt-0", "attempt-1"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "record.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_elements_of_an_array_have_a_directory_each(tmp_path: Path) -> None:
+    one = {"SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n1"}
+    for index in ("0", "1"):
+        array = {"SLURM_ARRAY_JOB_ID": "50", "SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": f"5{index}"}
+        assert launch(tmp_path, "--", "true", **one, **array).returncode == 0
+        assert launch(tmp_path, "--run-dir", "given", "--", "true", **one, **array).returncode == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-50_0", "true-50_1"]
+    assert sorted(path.name for path in (tmp_path / "given").iterdir()) == ["array-0", "array-1"]
+
+
+@pytest.mark.slow
+def test_r17_s10_a_local_run_inside_somebody_elses_allocation_is_alone_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import os; print('world', os.environ['WORLD_SIZE'])\n")
+    done = launch(tmp_path, "--local", "--", "show.py", SLURM_PROCID="3", RANK="5", WORLD_SIZE="9")
+    assert done.returncode == 0 and "world 1" in done.stdout
+    assert "job 7 are ignored" in done.stderr
+    assert not (tmp_path / "calls.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_c01_c02_the_end_of_the_controller_is_the_end_of_all(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "wait.py").write_text(
+        "import subprocess, time\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\nprint('ready', flush=True)\ntime.sleep(300)\n"
+    )
+    with Step(tmp_path) as step:
+        argv = [sys.executable, "-m", "hpc.launch", "--local", "launch.workers_per_node=2", "--", "wait.py"]
+        environ = {**batch_environ(tmp_path), "PATH": os.environ["PATH"]}
+        controller = step.start(argv, environ)
+        step.wait_for("[rank 0] ready")
+        step.wait_for("[rank 1] ready")
+        time.sleep(0.3)
+        assert len(step.look()) >= 6
+        send(controller, number)
+        ended = step.ends(20)
+        assert ended[0].code in (143, 137)
+        assert step.gone(10), step.left()
