@@ -16,7 +16,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cluster_site import SYSTEM_PATH, DevclusterError, Node, Site
@@ -114,9 +114,8 @@ def start(site: Site, daemon: str, argv: Sequence[str], environment: Mapping[str
         time.sleep(0.01)
 
 
-def _end(pid: int, still_ours: object, first: int, patience_s: float) -> None:
+def _end(pid: int, still_ours: Callable[[], bool], first: int, patience_s: float) -> None:
     """Send `first`, and KILL after the patience, to one process that `still_ours()` knows for certain."""
-    assert callable(still_ours)
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
