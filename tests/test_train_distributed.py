@@ -74,6 +74,18 @@ def test_no_gpu_is_the_cpu_with_a_note_or_a_refusal(
     assert "training on the CPU: no GPU is usable" in caplog.text
     with pytest.raises(EnvironmentMismatch, match="train.device=cuda, but torch can use no GPU"):
         choose_device("cuda", info())
+    assert choose_device("auto", info(1, device_index=1)) == torch.device("cpu")
+
+
+def test_real_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
+    gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told apart from a trial cluster's GPUs by the driver."""
+    gpus(0)
+    driver = tmp_path / "version"
+    monkeypatch.setattr(distributed, "NVIDIA_DRIVER", driver)
+    assert choose_device("auto", info(1, device_index=1)) == torch.device("cpu")
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module")
     with pytest.raises(EnvironmentMismatch, match="DEVICE_INDEX=1, but torch can use no GPU"):
         choose_device("auto", info(1, device_index=1))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ from hpc.ranks import RankInfo
 from hpc.schema import TrainConfig
 
 log = logging.getLogger("hpc.train")
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
 
 ANSWER_S = 3.0
@@ -239,7 +242,8 @@ def choose_device(wanted: str, info: RankInfo) -> torch.device:
     """The device of this worker: DEVICE_INDEX as the launcher set it, else LOCAL_RANK, among the visible GPUs.
 
     "auto" falls back to the CPU where there is no GPU, or where the launcher gave this worker none (DEVICE_INDEX is
-    set and empty).
+    set and empty). GPUs that Slurm allocated on a host without an NVIDIA driver are none (a trial cluster's); with a
+    driver they are real, and a torch that cannot use them is an error and no reason to train slowly.
 
     Raises:
         EnvironmentMismatch: no GPU although one is needed, or an index beyond the visible ones; names both counts.
@@ -253,13 +257,14 @@ def choose_device(wanted: str, info: RankInfo) -> torch.device:
         built_for = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
         if torch.version.cuda is None:
             built_for = f"torch {torch.__version__} is built without CUDA"
-        if wanted == "cuda" or info.device_index is not None:
+        if wanted == "cuda" or (info.device_index is not None and NVIDIA_DRIVER.exists()):
             asked = "train.device=cuda" if wanted == "cuda" else f"DEVICE_INDEX={info.device_index}"
             raise EnvironmentMismatch(
                 f"{asked}, but torch can use no GPU on {socket.gethostname()} ({seen}; {built_for}): "
-                f"ask Slurm for GPUs (slurm.gpus_per_node), or train on the CPU with train.device=cpu"
+                f"ask Slurm for GPUs (slurm.gpus_per_node) and install a torch for this driver's CUDA, "
+                f"or train on the CPU with train.device=cpu"
             )
-        if torch.version.cuda is not None:
+        if (torch.version.cuda is not None or info.device_index is not None) and info.rank == 0:
             log.warning("training on the CPU: no GPU is usable on %s (%s; %s)", socket.gethostname(), seen, built_for)
         return torch.device("cpu")
     if wanted == "auto" and os.environ.get("DEVICE_INDEX") == "":
