@@ -12,90 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from submit_shell import AS_ROOT, ROOT, TASKENV, Shell, tree
 
 from hpc import submit
-
-ROOT = Path(__file__).resolve().parent.parent
-STUBS = ROOT / "tests" / "fake_slurm" / "bin"
-TASKENV = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4",
-    "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_STEP_NODELIST": "gpu[1-2]",
-    "SLURM_GPUS_ON_NODE": "4",
-}  # fmt: skip
-SCRIPT = """\
-import json, os, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-print("REPORT", json.dumps([sys.argv[1:], os.getcwd(), {name: os.environ.get(name) for name in names}]), flush=True)
-"""
-AS_ROOT = ["--allow-root"] if os.geteuid() == 0 else []
-
-
-class Shell:
-    """A working directory of a user's, a cluster of stand-ins, and the door."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "my project"
-        self.sent = folder / "sent"
-        self.log = folder / "log"
-        self.answers = folder / "answers"
-        for path in (self.folder, self.sent, self.answers):
-            path.mkdir()
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPC_"))}
-        self.environ |= {
-            "PATH": f"{STUBS}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "HPC_SITE_CONFIG": "",
-            "FAKE_SBATCH_FOLDER": str(self.sent),
-            "FAKE_SLURM_LOG": str(self.log),
-            "FAKE_SLURM_ANSWERS": str(self.answers),
-        }
-        (self.folder / "train.py").write_text(SCRIPT)
-
-    def submit(self, *words: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-        cut = words.index("--") if "--" in words else len(words)
-        return subprocess.run(
-            [sys.executable, "-m", "hpc.submit", *words[:cut], *words[cut:]],
-            cwd=cwd or self.folder,
-            env={**self.environ, **environ},
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-
-    def send(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        return self.submit(*AS_ROOT, *words, **environ)
-
-    def calls(self, program: str) -> list[list[str]]:
-        if not self.log.exists():
-            return []
-        entries = [json.loads(line) for line in self.log.read_text().splitlines()]
-        return [entry["argv"] for entry in entries if entry["program"] == program]
-
-    def submissions(self) -> int:
-        return len([argv for argv in self.calls("sbatch") if "--test-only" not in argv])
-
-    def kept(self, name: str) -> str:
-        (folder,) = self.sent.iterdir()
-        return (folder / name).read_text(encoding="utf-8")
-
-    def runs(self) -> list[Path]:
-        root = self.folder / "runs"
-        return sorted(root.iterdir()) if root.exists() else []
-
-    def says(self, program: str, stdout: str = "", *, stderr: str = "", code: int = 0) -> None:
-        (self.answers / program).write_text(stdout)
-        (self.answers / f"{program}.err").write_text(stderr)
-        (self.answers / f"{program}.exit").write_text(str(code))
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
-
-
-def tree(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): os.lstat(path).st_mtime_ns for path in folder.rglob("*")}
 
 
 # --- what is printed, and what is made -------------------------------------------------------------------------------
@@ -235,96 +159,6 @@ def test_s8_root_needs_a_flag_to_submit_and_none_to_look(shell: Shell) -> None:
     assert not shell.calls("sbatch") and not shell.runs()
     assert shell.submit("--dry-run").returncode == 0
     assert shell.submit("slurm.allow_root=true").returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("stderr", "said"),
-    [
-        ("sbatch: error: invalid partition specified: lo\nsbatch: error: Batch job submission failed: Invalid partition name specified", "no such partition"),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "can ever give"),
-        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "account"),
-    ],
-)  # fmt: skip
-def test_refusal_of_the_cluster_is_told_and_leaves_nothing(shell: Shell, stderr: str, said: str) -> None:
-    shell.says("sinfo", "low*|up|1-00:00:00|2|8|16000|gpu:a100:4(S:0)|(null)\nhigh|up|infinite|1|8|16000|(null)|(null)")
-    shell.says("sbatch", "", stderr=stderr, code=1)
-    done = shell.send("--partition", "lo", "--nodes", "9")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert said in done.stderr and "nothing was submitted" in done.stderr
-    assert "low (the default): 2 nodes with gpu:a100:4" in done.stderr or "account" in said
-    assert not (shell.folder / "runs").exists()
-    assert shell.submissions() <= 1
-
-
-def test_request_that_the_cluster_would_leave_waiting_for_ever_is_not_sent(shell: Shell) -> None:
-    (shell.answers / "sbatch.1.err").write_text("allocation failure: Requested node configuration is not available")
-    (shell.answers / "sbatch.1.exit").write_text("1")
-    shell.says("sinfo", "")
-    done = shell.send("--nodes", "99")
-    assert done.returncode == 2 and "can ever give" in done.stderr and shell.submissions() == 0
-
-
-def test_request_for_nodes_that_are_only_down_today_is_sent(shell: Shell) -> None:
-    (shell.answers / "sbatch.1.err").write_text("allocation failure: Requested node configuration is not available")
-    (shell.answers / "sbatch.1.exit").write_text("1")
-    (shell.answers / "sinfo.1").write_text("node2")
-    (shell.answers / "sinfo").write_text("low*|up|1-00:00:00|2|8|16000|gpu:4|(null)")
-    assert shell.send("--nodes", "2").returncode == 0
-    assert shell.submissions() == 1
-
-
-def test_time_limit_beyond_the_partitions_is_noted(shell: Shell) -> None:
-    shell.says("sinfo", "low*|up|1-00:00:00|2|8|16000|gpu:4|(null)")
-    done = shell.send("--time", "30-00:00:00")
-    assert done.returncode == 0 and "longer than partition low allows (1-00:00:00)" in done.stderr
-    assert "longer" not in shell.send("--time", "24:00:00").stderr
-
-
-# --- a lost answer ---------------------------------------------------------------------------------------------------
-
-TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-
-
-def _lost(shell: Shell) -> None:
-    (shell.answers / "sbatch.2.err").write_text(TIMED_OUT)
-    (shell.answers / "sbatch.2.exit").write_text("1")
-
-
-def test_q15_lost_answer_is_looked_up_and_never_sent_again(shell: Shell) -> None:
-    _lost(shell)
-    run_dir = shell.folder / "here"
-    shell.says("squeue", f"88|/else/job.sh\n104|{run_dir}/job.sh")
-    done = shell.send("run_dir=here")
-    assert done.returncode == 0 and "job 104 submitted" in done.stdout, done.stderr
-    assert shell.submissions() == 1
-
-
-@pytest.mark.slow
-def test_q15_lost_answer_and_no_such_job_says_how_to_check(shell: Shell) -> None:
-    _lost(shell)
-    done = shell.send()
-    assert done.returncode == 1 and "lost" in done.stderr and "squeue --me" in done.stderr and "Socket" in done.stderr
-    assert shell.submissions() == 1
-    (run_dir,) = shell.runs()  # it stays: the job may still come, and needs it
-    assert (run_dir / "job.sh").exists()
-
-
-@pytest.mark.slow
-def test_q15_lost_answer_and_a_queue_that_does_not_answer(shell: Shell) -> None:
-    _lost(shell)
-    shell.says("squeue", "", stderr="slurm_load_jobs error: Unable to contact slurm controller", code=1)
-    done = shell.send()
-    assert done.returncode == 1 and "cannot be told" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert shell.submissions() == 1
-
-
-@pytest.mark.slow
-def test_sbatch_that_does_not_answer_at_all(shell: Shell) -> None:
-    done = shell.send("run_dir=here", FAKE_SBATCH_SLEEP="2", HPC_SUBMIT_TIMEOUT_S="3")
-    assert done.returncode == 0
-    shell.says("squeue", f"104|{shell.folder}/again/job.sh")
-    done = shell.send("run_dir=again", FAKE_SBATCH_SLEEP="2", HPC_SUBMIT_TIMEOUT_S="0.5")
-    assert done.returncode == 0 and "job 104" in done.stdout
 
 
 # --- what an outer job leaves behind ---------------------------------------------------------------------------------
