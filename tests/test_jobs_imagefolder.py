@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import stat
 import subprocess
 import sys
@@ -210,7 +211,9 @@ def test_the_index_says_what_the_listing_says_and_is_the_only_file_read(folder, 
     (folder / "train/red" / os.fsdecode(b"\xff.jpg")).write_bytes((folder / "train/red/1.jpg").read_bytes())
     listed = read_splits(folder, None)
     assert index.main([str(folder)]) == 0
-    assert "20 images, 14 to train on and 6 held out, in 3 classes" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "20 images, 14 to train on and 6 held out, in 3 classes" in told
+    assert f"data.root={folder}" in shlex.split(told) and f"data.index={folder / 'index.txt'}" in shlex.split(told)
     monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder was listed"))
     assert read_splits(folder, folder / "index.txt") == listed
 

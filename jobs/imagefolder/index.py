@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -143,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{target}: {count} images, {len(train)} to train on and {len(val)} held out, in {len(train.classes)} classes"
     )
-    print(f"next: jobs.imagefolder data.root={arguments.root} data.index={target}")
+    words = (f"data.root={arguments.root.absolute()}", f"data.index={target.absolute()}")
+    print(f"next: python -m hpc.submit jobs.imagefolder {shlex.join(words)}")
     return 0
 
 
