@@ -5,6 +5,7 @@ No other module calls a collective, so that the question "do all ranks come here
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -30,6 +31,12 @@ log = logging.getLogger("hpc.train")
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
+
+_ended: list[dist.ProcessGroup] = []
+"""Groups that were ended, kept until the interpreter leaves. Gloo's destructor joins threads that may still need the
+GIL to give up a tensor. Python's own reference lets go of the GIL for it, but DDP's reducer, which may outlive it in
+a traceback or a cycle, does not: were its reference the last one, that rank would hang (seen, about once in 50)."""
+atexit.register(_ended.clear)
 
 ANSWER_S = 3.0
 """How long a rank whose collective timed out waits for the others to say that theirs did too."""
@@ -224,13 +231,13 @@ def _join(info: RankInfo, device: torch.device, timeout_s: float, rendezvous_tim
 
 def _leave(*, abort: bool) -> None:
     """End the process group. After a failure it is aborted first, since NCCL would wait for what never ends."""
-    if not dist.is_initialized():
+    group = dist.group.WORLD
+    if group is None:
         return
+    _ended.append(group)
     try:
         if abort and dist.get_backend() == "nccl":
-            group = dist.group.WORLD
-            if group is not None:
-                group.abort()
+            group.abort()
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         if not abort:

@@ -93,8 +93,7 @@ def train(job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory
     position = _position(saved[1], data.sampler, config) if saved else Position()
     total = _total_steps(position, data.sampler, config)
     randomness.seed_all(config.seed)
-    parts = _make_parts(job, config, world, total, saved)
-    strategy.refuse_lonely_samples(parts.model, data.sampler)
+    parts = _make_parts(job, config, world, data.sampler, total, saved)
     if saved:
         if position.step < total:
             log.info("resuming at step %d of %d from %s", position.step, total, newest)
@@ -376,11 +375,13 @@ def _make_parts(
     job: TrainingJob,
     config: TrainConfig,
     world: World,
+    sampler: EpochSampler,
     total: int,
     saved: tuple[dict[str, Any], dict[str, Any]] | None,
 ) -> Parts:
     """Model, optimizer, schedule and scaler; freshly made, or as they were saved."""
     model = strategy.place(job.model(), config, world)
+    strategy.refuse_lonely_samples(model, sampler)
     if saved:
         model.load_state_dict(saved[0])
     optimizer = job.optimizer(model)
