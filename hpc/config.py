@@ -25,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from hpc import fields, rules, yamltext
 from hpc.errors import ConfigError, printable
+from hpc.rundir import WORKDIR_VARIABLE
 from hpc.schema import Config
 from hpc.yamltext import Branch
 
@@ -282,7 +283,12 @@ def _beside(schema: type, job: str) -> Mapping[str, Any]:
 
 
 def _search_working_directory() -> None:
-    """Let modules of the working directory be found first, as `python -m` does (console scripts do not)."""
+    """Let modules of the working directory be found first, as `python -m` does (console scripts do not).
+
+    Not in a process that imports from a copy of the code and only works in that directory.
+    """
+    if WORKDIR_VARIABLE in os.environ:
+        return
     try:
         here = os.getcwd()
     except FileNotFoundError:

@@ -1,15 +1,15 @@
 """What can go wrong, as a tree; each message says what was found, what was needed, and the next move.
 
-    HpcError                      exit code
-    ├── UsageError                2    a flag, a value or a file given by the user
-    │   ├── ConfigError           2    a key or a value of the configuration
-    │   ├── RunDirectoryError     2    a run directory that is not ours alone, or cannot be made
-    │   └── SubmissionError       2    the cluster refused the job
-    ├── EnvironmentMismatch       78   variables of the job that contradict each other or the machine
-    │   └── NodelistError         78   a host list that Slurm would refuse
-    ├── RendezvousError           69   ranks that did not find each other
-    ├── NeverStarted              69   a job step or worker that could not be started
-    └── SlurmCommandError         1    a Slurm command that failed, hung or is missing
+HpcError                      exit code
+├── UsageError                2    a flag, a value or a file given by the user
+│   ├── ConfigError           2    a key or a value of the configuration
+│   ├── RunDirectoryError     2    a run directory that is not ours alone, or cannot be made
+│   └── SubmissionError       2    the cluster refused the job
+├── EnvironmentMismatch       78   variables of the job that contradict each other or the machine
+│   └── NodelistError         78   a host list that Slurm would refuse
+├── RendezvousError           69   ranks that did not find each other
+├── NeverStarted              69   a job step or worker that could not be started
+└── SlurmCommandError         1    a Slurm command that failed, hung or is missing
 """
 
 import sys

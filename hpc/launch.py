@@ -12,8 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc.errors import HpcError, UsageError, report
+
+if TYPE_CHECKING:
+    from hpc.rundir import RunDirectory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +59,14 @@ def launch(arguments: argparse.Namespace) -> int:
     from hpc import config
     from hpc.allocation import allocation as allocations
     from hpc.allocation.controller import Controller
-    from hpc.rundir import RunDirectory, directory_name, run_name, write_private
+    from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, run_name, write_private
 
+    started_in = None
     if arguments.workdir is not None:
+        started_in = os.getcwd()  # the copy of the code: agents import from it, and change over as this does
         try:
             os.chdir(arguments.workdir)
+            os.environ[WORKDIR_VARIABLE] = os.getcwd()
         except OSError as error:
             raise UsageError(f"--workdir {arguments.workdir}: {error.strerror}") from None
     if arguments.local:
@@ -91,7 +98,27 @@ def launch(arguments: argparse.Namespace) -> int:
         run_dir = RunDirectory.create(root, directory_name(run_name(loaded.config)), allocation.run_id or None)
     if not run_dir.config_file.exists():
         write_private(run_dir.config_file, loaded.to_yaml())
-    return Controller(allocation, loaded, run_dir).run()
+    if started_in is None:
+        tell_changed_code(run_dir)
+    return Controller(allocation, loaded, run_dir, code=started_in).run()
+
+
+def tell_changed_code(run_dir: RunDirectory) -> None:
+    """For a run that does not use the copy of the code: name what has been edited since the submission."""
+    from hpc import snapshot
+
+    manifest = snapshot.read(run_dir.code)
+    if manifest is None:
+        return
+    changed = snapshot.changed(manifest, Path(manifest.root))
+    if changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        print(
+            f"hpc.launch: warning: changed since the submission, and run as they are now: {', '.join(changed[:5])}{more}; "
+            f"as they were: {run_dir.code}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def forget_slurm() -> str | None:

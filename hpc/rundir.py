@@ -27,6 +27,8 @@ from hpc.schema import Config
 
 RUN_DIR_VARIABLE = "HPC_RUN_DIR"
 ATTEMPT_VARIABLE = "HPC_ATTEMPT"
+WORKDIR_VARIABLE = "HPC_WORKDIR"
+"""The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 64 * 1024
 
 

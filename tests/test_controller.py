@@ -310,3 +310,53 @@ def test_c01_c02_the_end_of_the_controller_is_the_end_of_all(tmp_path: Path, num
         ended = step.ends(20)
         assert ended[0].code in (143, 137)
         assert step.gone(10), step.left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fork", ["true", "false"])
+def test_s23_agents_import_a_job_from_the_copy_and_work_in_the_working_directory(tmp_path: Path, fork: str) -> None:
+    for where, text in (("code", "copy"), ("work", "edited")):
+        job = tmp_path / where / "jobs" / "mine"
+        job.mkdir(parents=True)
+        (job / "__init__.py").touch()
+        (job / "config.py").write_text(
+            "from dataclasses import dataclass\n\n\n@dataclass\nclass Config:\n    a: int = 1\n"
+        )
+        (job / "job.py").write_text(f"import os\nraise RuntimeError('{text} in ' + os.path.basename(os.getcwd()))\n")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    (run_dir / "config.yaml").write_text(f"job: jobs.mine\nlaunch: {{fork: {fork}}}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc.launch", "--local", "--run-dir", str(run_dir), "--workdir", str(tmp_path / "work")],
+        env=batch_environ(tmp_path),
+        cwd=tmp_path / "code",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: copy in work" in done.stderr and "edited" not in done.stderr
+
+
+def test_s23_a_command_runs_as_it_is_and_says_what_was_edited(tmp_path: Path) -> None:
+    from hpc import snapshot
+
+    work, run_dir = tmp_path / "work", tmp_path / "run"
+    work.mkdir()
+    run_dir.mkdir(mode=0o700)
+    (work / "a.py").write_text("print('old')\n")
+    (work / "b.py").write_text("print('same')\n")
+    snapshot.take(work, run_dir / "code")
+    (work / "a.py").write_text("print('new')\n")
+    (run_dir / "config.yaml").write_text("command: [sh, -c, echo hello]\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc.launch", "--local", "--run-dir", str(run_dir)],
+        env=batch_environ(tmp_path),
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "hello" in done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if "changed since the submission" in line]
+    assert "a.py" in line and "b.py" not in line

@@ -102,6 +102,15 @@ def test_a_script_gets_what_torchrun_would_give_it(step: Step) -> None:
     assert mine[0]["name"] == "__main__" and mine[0]["main"] is True and mine[0]["sid"] is True
 
 
+def test_r26_the_core_under_a_plain_srun_is_mapped_by_itself(step: Step) -> None:
+    for task in range(2):
+        argv = [sys.executable, "-m", "hpc.train", "jobs.digits", "train.max_steps=2", "run_dir=run"]
+        step.start(argv, step_environ(task))
+    ended = step.ends()
+    assert [one.code for one in ended] == [0, 0], [one.stderr for one in ended]
+    assert "2 ranks on cpu" in ended[0].stdout + ended[0].stderr
+
+
 def test_secrets_of_the_meeting_do_not_reach_the_workers(step: Step) -> None:
     step.agent(run_dir_environ(step, tasks_per_node=(1,)), "--", "show.py")
     (ended,) = step.ends()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc.login import snapshot
+from hpc import snapshot
 
 
 def git(folder: Path, *words: str) -> str:

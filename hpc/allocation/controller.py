@@ -114,8 +114,11 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(self, allocation: Allocation, loaded: Loaded, run_dir: RunDirectory) -> None:
-        self.allocation, self.loaded, self.run_dir = allocation, loaded, run_dir
+    def __init__(
+        self, allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, code: str | None = None
+    ) -> None:
+        """`code`: the directory that agents import from when it is not the working directory."""
+        self.allocation, self.loaded, self.run_dir, self.code = allocation, loaded, run_dir, code
         self.folder = run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
@@ -155,7 +158,6 @@ class Controller:
         environ[RUN_DIR_VARIABLE] = str(self.run_dir.path)
         environ[ATTEMPT_VARIABLE] = str(self.allocation.attempt)
         environ["HPC_SECRET"] = secrets.token_hex(16)
-        environ["HPC_CONTROLLED"] = "1"
         environ["PYTHONUTF8"] = "1"
         root = str(Path(hpc.__file__).resolve().parent.parent)
         if Path(root).name not in ("site-packages", "dist-packages"):
@@ -194,7 +196,9 @@ class Controller:
                 os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
 
         try:
-            self._child = subprocess.Popen(argv, env=self.environ(), stdin=subprocess.DEVNULL, preexec_fn=in_child)
+            self._child = subprocess.Popen(
+                argv, env=self.environ(), cwd=self.code, stdin=subprocess.DEVNULL, preexec_fn=in_child
+            )
         except OSError as error:
             raise NeverStarted(
                 f"cannot run {argv[0]}: {error.strerror}; is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import hpc
+from hpc import snapshot
 from hpc.config import Loaded
 from hpc.errors import SlurmCommandError, SubmissionError, UsageError, printable
-from hpc.login import delivery, snapshot
+from hpc.login import delivery
 from hpc.login.inherited import without_outer_job
 from hpc.login.plan import Place, Plan, make_plan, output_file
 from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private

@@ -17,7 +17,7 @@ from hpc.node import environment
 from hpc.node.environment import TaskEnvironment
 from hpc.node.placement import LAYOUTS
 from hpc.ranks import Rendezvous
-from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKDIR_VARIABLE
 
 DOOR = "hpc.node"
 
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         from hpc.node import agent  # late: --show needs none of it
 
+        code = os.getcwd()
+        if WORKDIR_VARIABLE in os.environ:
+            os.chdir(os.environ[WORKDIR_VARIABLE])  # imports still come from where this process was started
         settings = agent.AgentSettings(
             job=job,
             overrides=overrides,
@@ -63,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             grace_s=asked.grace,
             allow_loopback=asked.allow_loopback,
             cores_asked=asked.cores_asked,
+            code=code,
         )
         return agent.run(task, settings)
     except HpcError as error:

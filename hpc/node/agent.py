@@ -63,6 +63,8 @@ class AgentSettings:
     allow_loopback: bool = False
     cores_asked: int | None = None
     """Cores that were asked for this task, to warn when it got fewer."""
+    code: str | None = None
+    """Where a fresh interpreter is started to import a training job from; the worker then goes to HPC_WORKDIR."""
 
     def target(self) -> Target:
         """What the workers run: the command, else the training core with the job that was named."""
@@ -238,6 +240,8 @@ class Agent:
             if fork:
                 return
             argv = start.target.argv(sys.executable)
+            if self.settings.code is not None and not self.settings.command:
+                os.chdir(self.settings.code)
             try:
                 os.execvpe(argv[0], argv, dict(start.environ))
             except OSError as error:

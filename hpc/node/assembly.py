@@ -41,7 +41,10 @@ class Assembly:
     def __init__(self, task: TaskEnvironment, *, timeout_s: float, allow_loopback: bool, note: Callable[[str], None]):
         self.task, self.timeout_s, self.note = task, timeout_s, note
         self.allow_loopback = allow_loopback
-        self.attempt = int(os.environ.get(ATTEMPT_VARIABLE, task.restart_count))
+        attempt = os.environ.get(ATTEMPT_VARIABLE) or str(task.restart_count)
+        if not attempt.isdecimal():
+            raise EnvironmentMismatch(f"{ATTEMPT_VARIABLE}={attempt!r} is not a number; unset it")
+        self.attempt = int(attempt)
         self.host: Host | None = None
         self.guest: Connection | None = None
         self.store_pid: int | None = None

@@ -24,7 +24,7 @@ from hpc import exitcodes
 from hpc.config import Loaded, load, load_text
 from hpc.errors import ConfigError, HpcError, report
 from hpc.ranks import from_environ
-from hpc.rundir import RunDirectory, new_run_id, write_private
+from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, new_run_id, run_name, write_private
 from hpc.train.distributed import RankZeroFailed, World, connect
 from hpc.train.errorfile import ErrorFile
 from hpc.train.job import TrainingJob
@@ -38,6 +38,9 @@ log = logging.getLogger("hpc.train")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code. Safe to call in a forked child: importing this module starts nothing."""
     words = sys.argv[1:] if argv is None else list(argv)
+    _become_agent_in_a_bare_task(words)
+    if os.environ.get(WORKDIR_VARIABLE):
+        os.chdir(os.environ[WORKDIR_VARIABLE])
     rank = int(os.environ["RANK"]) if os.environ.get("RANK", "").isdigit() else 0
     errors = ErrorFile(rank)
     progress = progress_for(rank, os.environ.get("HPC_TERMINAL") == "1" or sys.stdout.isatty())
@@ -71,6 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         return exitcodes.FAILED
     return exitcodes.DONE
+
+
+def _become_agent_in_a_bare_task(words: Sequence[str]) -> None:
+    """Under a plain srun nobody has told this process its rank: hand over to the agent, which starts it again with one."""
+    if os.environ.get("RANK"):
+        return
+    from hpc.node.environment import is_in_step  # late: only a process without a rank asks
+
+    if is_in_step(os.environ):
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-u", "-m", "hpc.node", "--", "-m", DOOR, *words])
 
 
 def _configuration(words: Sequence[str]) -> Loaded:
@@ -138,7 +152,7 @@ def _run_directory(loaded: Loaded) -> RunDirectory:
     else:
         elastic = re.sub(r"[^A-Za-z0-9._-]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         run_id = new_run_id() if elastic in ("none", "") else elastic
-        name = loaded.config.name or loaded.config.job.rpartition(".")[2]
+        name = directory_name(run_name(loaded.config))
         run = RunDirectory.create(Path(loaded.config.run_root), name, run_id)
     if not run.config_file.exists():
         write_private(run.config_file, loaded.to_yaml())

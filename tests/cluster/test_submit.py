@@ -168,7 +168,6 @@ def test_x06_setup_lines_run_on_the_node_and_a_failing_one_is_named(cluster: Rig
     assert done.returncode == 78 and "set-up line 1 (slurm.setup) failed on this node: source ./no.sh" in done.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="the agents are started in the working directory, which is first on their path")
 def test_s23_queued_training_job_runs_the_code_of_its_submission(cluster: Rig, user: User) -> None:
     user.write("jobs/mine/__init__.py", "")
     user.write(
