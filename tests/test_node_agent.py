@@ -313,7 +313,9 @@ def test_counts_that_contradict_each_other_across_tasks_are_refused_within_secon
         ("segv0", 139, 0, "killed by SIGSEGV"),
     ],
 )
-def test_one_dies_all_go_and_the_first_is_named(step: Step, how: str, code: int, first: int, words: str) -> None:
+def test_l14_f07_f10_one_dies_all_go_and_the_first_is_named(
+    step: Step, how: str, code: int, first: int, words: str
+) -> None:
     """l14, f10, f07: two nodes of two workers; every agent ends with the first failing rank's code."""
     for task in range(2):
         environ = run_dir_environ(step, task, tasks_per_node=(1, 1), STEPS=1000)
@@ -425,6 +427,46 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(step: Step
     (ended,) = step.ends(20)
     assert ended.code == 137 and 1.5 < time.monotonic() - begun < 10
     assert step.gone(1)
+
+
+SAVE = """
+import os, signal, sys, time
+told = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda n, f: told.append(n))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.02)
+if "late" in sys.argv and os.environ["RANK"] == "3":
+    time.sleep(3)
+if "never" in sys.argv and os.environ["RANK"] == "3":
+    time.sleep(300)
+print("saved", flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("how", "number"), [("", signal.SIGUSR2), ("late", signal.SIGTERM), ("never", signal.SIGUSR2)])
+def test_q09_ranks_that_save_and_leave_are_no_failure(step: Step, how: str, number: signal.Signals) -> None:
+    """All agents end with 75 when all have saved, however late one is within the grace time."""
+    (step.folder / "save.py").write_text(SAVE)
+    agents = []
+    for task in range(2):
+        environ = run_dir_environ(step, task, tasks_per_node=(1, 1))
+        arguments = ["--workers-per-node", "2", "--allow-loopback", "--grace", "8" if how == "late" else "2"]
+        agents.append(step.agent(environ, *arguments, "--", "save.py", how))
+    for task in range(2):
+        step.wait_for(f"[rank {2 * task}] ready", task)
+        step.wait_for(f"[rank {2 * task + 1}] ready", task)
+    for agent in agents:
+        send(agent, number)
+    ended = step.ends(30)
+    assert [one.code for one in ended] == [75, 75], [one.stderr for one in ended]
+    saved = sum(one.stdout.count("saved") for one in ended)
+    assert saved == (3 if how == "never" else 4)
+    outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+    assert outcome["code"] == 75
+    assert step.gone(3)
 
 
 def test_x14_an_unhealthy_gpu_node_is_named_before_any_rendezvous(step: Step) -> None:

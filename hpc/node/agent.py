@@ -127,11 +127,11 @@ class Agent:
         self._signals: SignalPipe | None = None
         self._deadline: float | None = None  # of the next step towards the end
         self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
-        self._verdict: Failure | None = None
         self._told_over: dict[str, Any] | None = None
         self._cache: str | None = None
         self._signalled: signal.Signals | None = None
         self._settled = False
+        self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
         self._parent = os.getppid()
 
     def note(self, text: str) -> None:
@@ -359,7 +359,10 @@ class Agent:
 
     def _on_deadline(self) -> None:
         self._deadline = None
-        if self.failures and not self._settled:  # the others had time to fail by themselves
+        if self.state is State.RUNNING and self._saved and not self.failures:
+            self.note(f"ranks have saved and left, others still run after {self.settings.grace_s:g} s: ending them")
+            self._settle()
+        elif self.failures and not self._settled:  # the others had time to fail by themselves
             self._settle()
         elif self.state is State.ENDING:
             for worker in self.workers:
@@ -367,8 +370,8 @@ class Agent:
                     os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
             self._set_deadline(1.0)
         elif self._told_over is None:  # OVER, and the other agents' last word has not come
-            first = self._verdict or first_failure(self.failures)
-            self._told_over = {"code": first.code if first else exitcodes.UNAVAILABLE}
+            first = first_failure(self.failures)
+            self._told_over = {"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT}
 
     def _reap(self) -> None:
         """Take note of every ended child; adopted orphans are only collected."""
@@ -393,6 +396,9 @@ class Agent:
         worker.streams = []
         if worker.code == exitcodes.DONE:
             return
+        if worker.code == exitcodes.WANTS_ANOTHER_ATTEMPT:
+            self._wait_for_saving()
+            return
         assert worker.code is not None
         message, trace, moment = read_error_file(worker.error_file) if worker.error_file else ("", "", None)
         failed_by_itself = bool(message) and worker.ended_by_us
@@ -410,6 +416,12 @@ class Agent:
             self.assembly.guest.send(failed=failure.to_dict())
         self._add(failure)
 
+    def _wait_for_saving(self) -> None:
+        """A worker has saved and left: the others do so at the same step, and get the grace time for it."""
+        self._saved = True
+        if self._deadline is None:
+            self._set_deadline(self.settings.grace_s)
+
     def _add(self, failure: Failure) -> None:
         self.failures.append(failure)
         if not self._settled and self.state is not State.ENDING:
@@ -420,8 +432,8 @@ class Agent:
         """Some time after a first failure: name it, and end what still runs, here and everywhere."""
         self._settled = True
         first = first_failure(self.failures)
-        if self.assembly.host is not None and first is not None:
-            self.assembly.host.broadcast(stop={"code": first.code, "message": first.message})
+        if self.assembly.host is not None:
+            self.assembly.host.broadcast(stop={"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT})
         self._end(signal.SIGTERM, STOP_GRACE_S)
         if self.state is State.OVER:
             self._set_deadline(REPORT_LIMIT_S)
@@ -455,6 +467,8 @@ class Agent:
             self._add(Failure.from_dict(message["failed"]))
         elif "ended" in message:
             self._reports[task] = message["ended"]
+            if message["ended"].get("code") == exitcodes.WANTS_ANOTHER_ATTEMPT:
+                self._wait_for_saving()
         elif "gone" in message and task not in self._reports:
             assert self.assembly.host is not None and self.go is not None
             self._reports[task] = {"code": exitcodes.UNAVAILABLE}
@@ -483,6 +497,8 @@ class Agent:
         self._reports[self.task.task_rank] = {"code": worst}
         if self.failures:
             self._set_deadline(REPORT_LIMIT_S)
+        elif self._saved:
+            self._set_deadline(max(self.settings.grace_s, REPORT_LIMIT_S))
 
     def _finished(self) -> bool:
         if self.state is not State.OVER:
@@ -500,7 +516,9 @@ class Agent:
     def _conclude(self) -> int:
         """Tell the others, write the outcome, leave nothing behind; returns the exit code."""
         first = first_failure(self.failures)
-        code = first.code if first is not None else exitcodes.DONE
+        code = exitcodes.WANTS_ANOTHER_ATTEMPT if self._saved else exitcodes.DONE
+        if first is not None and not (first.by_us and self._saved):
+            code = first.code
         if self._told_over is not None and self.assembly.host is None:
             code = int(self._told_over.get("code", code))
         if self.assembly.host is not None:
