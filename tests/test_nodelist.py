@@ -111,18 +111,10 @@ def test_the_largest_range_is_taken() -> None:
     ],
     ids=["racks", "ranges", "names", "numbers"],
 )
-def test_as_submitit_reads_it_and_not_slower(text: str) -> None:
-    theirs = pytest.importorskip("submitit.slurm.slurm")._parse_node_list
-    assert expand_nodelist(text) == theirs(text)
-    ours_s = min(_seconds(expand_nodelist, text) for _ in range(5))
-    theirs_s = min(_seconds(theirs, text) for _ in range(5))
-    assert ours_s < 2 * theirs_s  # sbin/bench measures it properly; this only notices a collapse
+def test_a_hundred_thousand_hosts_as_submitit_reads_them(text: str) -> None:
+    from submitit.slurm.slurm import _parse_node_list
 
-
-def _seconds(function, text: str) -> float:
-    start = time.perf_counter()
-    function(text)
-    return time.perf_counter() - start
+    assert expand_nodelist(text) == _parse_node_list(text)
 
 
 def _generated(rng: random.Random) -> str:
