@@ -228,7 +228,9 @@ def run(script: str, place: Place, **variables: str) -> subprocess.CompletedProc
     report = place.run_dir / "report"
     report.unlink(missing_ok=True)
     environ = {"REPORT": str(report), **variables}
-    return subprocess.run(["/bin/bash", str(file)], env=environ, cwd=place.run_dir.parent, capture_output=True, text=True, timeout=20)
+    return subprocess.run(
+        ["/bin/bash", str(file)], env=environ, cwd=place.run_dir.parent, capture_output=True, text=True, timeout=20
+    )
 
 
 def test_x06_x07_script_runs_under_an_empty_environment(here: Place) -> None:
