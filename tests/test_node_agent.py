@@ -497,3 +497,37 @@ def test_no_zombie_stays_while_a_worker_runs(step: Step) -> None:
     states = [child.status() for child in psutil.Process(agent.pid).children(recursive=True)]
     assert psutil.STATUS_ZOMBIE not in states
     assert step.ends()[0].code == 0
+
+
+def test_s5_strangers_at_the_ports_learn_nothing_and_hurt_nobody(step: Step) -> None:
+    """One node: everything listens on loopback alone. A hundred rogues at the meeting, and the job goes on."""
+    for task in range(2):
+        environ = {**step_environ(task, STEPS=400), "HPC_SECRET": "s" * 32}
+        step.agent(environ, "--", "train.py", "sleep")
+    for task in range(2):
+        step.wait_for("ready", task)
+    listening = [
+        (found.laddr.ip, found.laddr.port)
+        for process in step.look()
+        for found in process.net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN
+    ]
+    assert listening and {ip for ip, _ in listening} == {"127.0.0.1"}
+    meeting = next(
+        found.laddr.port
+        for found in psutil.Process(step.processes[0].pid).net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN
+    )
+    store = {seen_port for seen_port in (text.split()[-1] for text in step.text(0).splitlines() if "ready at" in text)}
+    answers = b""
+    for number in range(100):
+        with socket.create_connection(("127.0.0.1", meeting), timeout=5) as rogue:
+            rogue.sendall([b'{"proof": "0"}\n', b'{"joined": {"task": 1}}\n', os.urandom(64), b"\n" * 99][number % 4])
+            rogue.settimeout(0.05)
+            try:
+                while data := rogue.recv(4096):
+                    answers += data
+            except OSError:
+                continue
+    assert not any(port.encode() in answers for port in store)
+    assert [one.code for one in step.ends()] == [0, 0]
