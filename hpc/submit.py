@@ -71,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cut == len(words) - 1:
             raise UsageError("nothing follows --; a script and its arguments were needed")
         loaded = _load(asked, job, overrides, words[cut + 1 :])
+        if loaded.config.command:
+            from hpc.command import check  # late: a job needs none of it
+
+            check(loaded.config.command)
         if asked.dry_run:
             return _print_plan(loaded)
         from hpc.login import submission
