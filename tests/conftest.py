@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from must_run import (  # noqa: F401
+    pytest_collectreport,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
 from rank_server import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WriteJob = Callable[..., str]
-MUST_RUN = "HPC_TESTS_MUST_RUN"
-"""Set by sbin/test where every test can run: a skipped one then fails the session, unless it needs a GPU."""
-_skipped: list[str] = []
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.skipped and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if "needs a GPU" not in reason:
-            _skipped.append(f"{report.nodeid}: {reason}")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if os.environ.get(MUST_RUN) and _skipped and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if os.environ.get(MUST_RUN) and _skipped:
-        terminalreporter.section("skipped although every test must run here", red=True)
-        for line in _skipped:
-            terminalreporter.line(line)
-
-
 ALL_TYPES = """
 from __future__ import annotations
 import enum

@@ -211,6 +211,7 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts, anything, st.lists(texts, max_size=3), st.dictionaries(texts, texts, max_size=3), st.floats(allow_nan=False)
