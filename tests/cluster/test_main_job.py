@@ -93,7 +93,7 @@ def wait_for(file: Path, text: str, count: int = 1, limit_s: float = 90) -> None
 # ---- the main job ----------------------------------------------------------------------------------------------------
 
 
-def check_digits(text: str, run_dir: Path) -> None:
+def check_digits(cluster: Rig, text: str, run_dir: Path) -> None:
     (accuracy,) = re.findall(r"done: .*accuracy ([0-9.]+) %", text)
     assert float(accuracy) >= 97.0
     events = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
@@ -102,7 +102,7 @@ def check_digits(text: str, run_dir: Path) -> None:
     ranks = {host: 0 for host, _, _ in started["nodes"]}
     for host, _, count in started["nodes"]:
         ranks[host] += count
-    assert ranks == {"node1": 4, "node2": 4}
+    assert ranks == dict.fromkeys(cluster.node_names, 4)
     assert events[-1]["event"] == "ended" and events[-1]["code"] == 0
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -116,7 +116,7 @@ def test_submit_trains_digits_on_eight_ranks_of_two_nodes(cluster: Rig, folder: 
     (job_id,) = re.findall(r"^job (\d+) submitted", done.stdout, re.MULTILINE)
     assert cluster.job(job_id)["JobState"] == "COMPLETED"
     (run_dir,) = (folder / "runs").iterdir()
-    check_digits(done.stdout, run_dir)
+    check_digits(cluster, done.stdout, run_dir)
     nothing_left(cluster, 5)
 
 
@@ -130,7 +130,7 @@ def test_raw_sbatch_trains_digits_too(cluster: Rig, folder: Path) -> None:
     (run_dir,) = (folder / "runs").iterdir()
     assert run_dir.name == f"digits-{job_id}"
     assert "seed: 1" in (run_dir / "config.yaml").read_text()
-    check_digits(output.read_text(), run_dir)
+    check_digits(cluster, output.read_text(), run_dir)
 
 
 # ---- every layout ----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_raw_sbatch_trains_digits_too(cluster: Rig, folder: Path) -> None:
 
 def test_srun_by_hand_in_both_layouts(cluster: Rig, folder: Path) -> None:
     expected = [
-        [f"node{1 + r // 4}", str(r), "8", str(r % 4), "4", str(r // 4), str(r % 4), "0,1,2,3"] for r in range(8)
+        [cluster.node_names[r // 4], str(r), "8", str(r % 4), "4", str(r // 4), str(r % 4), "0,1,2,3"] for r in range(8)
     ]
     gpus = ("--nodes=2", "--gpus-per-node=4")
     assert places(by_hand(cluster, folder, *gpus, "--ntasks-per-node=1")) == expected
@@ -153,7 +153,7 @@ def test_uneven_task_counts(cluster: Rig, folder: Path) -> None:
     found = places(text)
     assert [place[1] for place in found] == list("01234") and {place[2] for place in found} == {"5"}
     hosts = [place[0] for place in found]
-    for host in ("node1", "node2"):
+    for host in cluster.node_names:
         mine = [place for place in found if place[0] == host]
         assert [place[3] for place in mine] == [str(n) for n in range(hosts.count(host))]
         assert {place[4] for place in mine} == {str(hosts.count(host))}
@@ -171,12 +171,14 @@ def test_one_visible_gpu_per_task_is_device_0(cluster: Rig, folder: Path) -> Non
 
 
 def test_gpus_2_and_3_of_a_shared_node_are_devices_0_and_1(cluster: Rig, folder: Path) -> None:
-    holder = cluster.sbatch("--nodelist=node1", "--gpus-per-node=2", "--wrap", "sleep 60", cwd=folder)
+    holder = cluster.sbatch(
+        f"--nodelist={cluster.node_names[0]}", "--gpus-per-node=2", "--wrap", "sleep 60", cwd=folder
+    )
     deadline = time.monotonic() + 30
     while cluster.state(holder) != "RUNNING":
         assert time.monotonic() < deadline
         time.sleep(0.3)
-    found = places(by_hand(cluster, folder, "--nodelist=node1", "--gpus-per-node=2", "--ntasks=1"))
+    found = places(by_hand(cluster, folder, f"--nodelist={cluster.node_names[0]}", "--gpus-per-node=2", "--ntasks=1"))
     assert [(place[1], place[6], place[7]) for place in found] == [("0", "0", "2,3"), ("1", "1", "2,3")]
 
 
@@ -218,7 +220,7 @@ def test_one_rank_fails_all_go_and_its_traceback_is_last(cluster: Rig, folder: P
     assert cluster.job(job_id)["ExitCode"] == "1:0"
     last = (run_dir / f"slurm-{job_id}.out").read_text().rstrip().splitlines()[-2:]
     assert last[0] == "ValueError: bad batch 17"
-    assert "rank 5 on node2, attempt 0" in last[1] and "rank-5.log" in last[1]
+    assert f"rank 5 on {cluster.node_names[1]}, attempt 0" in last[1] and "rank-5.log" in last[1]
     nothing_left(cluster, 5)
 
 
@@ -236,8 +238,8 @@ def test_a_lost_node_takes_the_other_ones_ranks_along(cluster: Rig, folder: Path
     job_id, run_dir = submitted(cluster, folder, *words)
     wait_for(run_dir / f"slurm-{job_id}.out", "MET", 8)
     try:
-        cluster.devcluster("kill", "node2")
+        cluster.devcluster("kill", cluster.node_names[1])
         assert cluster.wait(job_id, timeout=90) in ("NODE_FAIL", "FAILED")
         nothing_left(cluster, 15)
     finally:
-        cluster.devcluster("heal", "node2")
+        cluster.devcluster("heal", cluster.node_names[1])
