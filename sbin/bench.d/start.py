@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from frame import RIVALS, ROOT, Bench, Measurement, NotMeasured, Row, compared, times
+import launches
+import stub_slurm
+from frame import RIVALS, ROOT, Bench, Measurement, NotMeasured, Row, alternating, compared, times
 
 PARTS = ROOT / "sbin" / "bench.d" / "parts"
 
@@ -30,6 +35,49 @@ def _call(argv: list[str], environ: dict[str, str], cwd: Path = ROOT, limit_s: f
         words = done.stderr.strip().splitlines() or ["no word on its standard error"]
         raise NotMeasured(f"{' '.join(argv)[:120]} exited {done.returncode}: {words[-1]}")
     return done.stdout
+
+
+# --- from srun to the first step -------------------------------------------------------------------------------------
+
+FIRST_STEP = "srun to the first DDP step, 1 x 8 ranks"
+FIRST_STEP_2 = "srun to the first DDP step, 2 x 4 ranks"
+TASK_PER_GPU = "the same, task-per-GPU layout"
+TASK_PER_GPU_2 = "the same, task-per-GPU layout, 2 x 4"
+RIVAL_NAMES = {"handwritten": "hand-written srun", "torchrun": "srun torchrun", "submitit": "submitit"}
+
+
+def first_step(bench: Bench, nodes: int, workers: int, goal: float) -> Iterator[Row]:
+    what, per_gpu = (FIRST_STEP, TASK_PER_GPU) if nodes == 1 else (FIRST_STEP_2, TASK_PER_GPU_2)
+    names = ["ours", "handwritten", "ours-task-per-gpu", "torchrun", "submitit", "one-import", "srun-alone"]
+    if bench.only.lower() in per_gpu.lower() and bench.only.lower() not in what.lower():
+        names = ["handwritten", "ours-task-per-gpu"]
+    warm_up = 0 if bench.quick else 1
+    schedule = [*names * warm_up, *alternating(names, 1 if bench.quick else 7)]
+    found = launches.contest(bench, nodes, workers, schedule)
+    seconds = {name: launches.values(found, name, "seconds", warm_up) for name in names}
+    if "ours" in seconds:
+        floor = statistics.median(seconds["one-import"])
+        reason = (
+            f"of our time {statistics.median(seconds['srun-alone']):.2f} s is an empty srun and {floor:.2f} s (srun included) "
+            f"one task per node that only imports what DDP needs: no launcher can be below"
+        )
+        for rival, name in RIVAL_NAMES.items():
+            yield compared(what, name, seconds["ours"], seconds[rival], goal, reason)
+    ours, theirs = seconds["ours-task-per-gpu"], seconds["handwritten"]
+    spread = f"ours {min(ours):.1f}-{max(ours):.1f} s, hand-written {min(theirs):.1f}-{max(theirs):.1f} s in {len(ours)} turns"
+    yield compared(per_gpu, "hand-written srun", ours, theirs, 1.05, spread)
+
+
+OPENED = "files opened on the shared path until the first step, 8 ranks"
+READ = "bytes read on the shared path until the first step, 8 ranks"
+
+
+def shared_path(bench: Bench) -> Iterator[Row]:
+    found = launches.contest(bench, 1, 8, ["ours", "handwritten"], count=True)
+    for what, key in ((OPENED, "opens"), (READ, "bytes")):
+        ours, theirs = (launches.values(found, who, key)[0] for who in ("ours", "handwritten"))
+        reason = f"{ours:,.0f} against {theirs:,.0f}; one rank of eight alone is {theirs / 8:,.0f}"
+        yield Row(what=what, against="hand-written srun, counted", ratio=ours / theirs, goal=0.15, reason=reason)
 
 
 # --- the doors of the login node -------------------------------------------------------------------------------------
@@ -62,7 +110,13 @@ def doors(bench: Bench) -> Iterator[Row]:
         len(re.findall(r"\| +torch(?:\.\S+)?$", _importtime(argv, environ, folder), re.MULTILINE))
         for argv in (commands["help"], dry_run)
     )
-    yield Row(what=NO_TORCH, against="--help and --dry-run, counted", ratio=count, goal=0, reason="python -X importtime shows who")
+    yield Row(
+        what=NO_TORCH,
+        against="--help and --dry-run, counted",
+        ratio=count,
+        goal=0,
+        reason="python -X importtime shows who",
+    )
 
 
 def _importtime(argv: list[str], environ: dict[str, str], folder: Path) -> str:
@@ -74,7 +128,37 @@ def _importtime(argv: list[str], environ: dict[str, str], folder: Path) -> str:
 def _slowest_imports(argv: list[str], environ: dict[str, str], folder: Path) -> str:
     lines = re.findall(r"import time: +(\d+) \| +(\d+) \|( +)(\S+)", _importtime(argv, environ, folder))
     slowest = sorted(((int(total), name) for _, total, _, name in lines), reverse=True)[:4]
-    return "--dry-run's imports: " + ", ".join(f"{name} {total / 1000:.0f} ms" for total, name in slowest)
+    return "the slowest imports: " + ", ".join(f"{name} {total / 1000:.0f} ms" for total, name in slowest)
+
+
+# --- submitting ------------------------------------------------------------------------------------------------------
+
+SUBMIT = "submitting, sbatch's own time taken off"
+
+
+def submitting(bench: Bench) -> Iterator[Row]:
+    """Whole processes, Python's start included, with a stub of sbatch."""
+    stubs, work = stub_slurm.make(bench.scratch()), bench.scratch()
+    environ = bench.environ()
+    environ["PATH"] = f"{stubs}:{environ['PATH']}"
+    shutil.copy(RIVALS / "first_step.py", work / "train.py")
+    ours = [bench.python, "-m", "hpc.submit", "--nodes", "2", "--gpus-per-node", "4", "--time", "60"]
+    ours += ["--allow-root", "--", "train.py"]
+    theirs = [bench.python, str(RIVALS / "submitit_submit.py"), str(work / "submitit")]
+    calls: dict[str, float] = {}
+
+    def submit(name: str, argv: list[str]) -> float:
+        begun = time.perf_counter()
+        _call(argv, environ, work)
+        whole = time.perf_counter() - begun
+        calls[name] = stub_slurm.taken(stubs)
+        return whole - calls[name]
+
+    found = times(
+        {"ours": lambda: submit("ours", ours), "submitit": lambda: submit("submitit", theirs)}, 3 if bench.quick else 11
+    )
+    reason = f"sbatch took {calls['ours']:.2f} s of ours (it also tests the request) and {calls['submitit']:.2f} s of submitit's; {_slowest_imports(ours, environ, work)}"
+    yield compared(SUBMIT, "submitit's executor.submit", found["ours"], found["submitit"], 1.2, reason)
 
 
 # --- host lists ------------------------------------------------------------------------------------------------------
@@ -88,7 +172,12 @@ def host_lists(bench: Bench) -> Iterator[Row]:
     words = [bench.python, script, "time", "5" if bench.quick else "25"]
     for shape, seconds in json.loads(_call(words, bench.environ())).items():
         yield compared(
-            f"{HOST_LIST}, {shape}", "submitit's parser", seconds["ours"], seconds["submitit"], 1.0, "see hpc/slurm/nodelist.py"
+            f"{HOST_LIST}, {shape}",
+            "submitit's parser",
+            seconds["ours"],
+            seconds["submitit"],
+            1.0,
+            "see hpc/slurm/nodelist.py",
         )
 
 
@@ -115,7 +204,7 @@ class _Served:
 
     def __init__(self, bench: Bench, kind: str) -> None:
         self._process = subprocess.Popen(
-            [bench.python, str(PARTS / "stores.py"), "serve", kind],
+            bench.without_dns([bench.python, str(PARTS / "stores.py"), "serve", kind]),
             env=bench.environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -134,18 +223,46 @@ def rendezvous(bench: Bench) -> Iterator[Row]:
     def meet(kind: str, ranks: int) -> float:
         with _Served(bench, kind) as address:
             words = [bench.python, str(PARTS / "stores.py"), "meet", *address, str(ranks), "4"]
-            return float(_call(words, bench.environ()))
+            return float(_call(bench.without_dns(words), bench.environ(), limit_s=120))
 
     for ranks in (1024, 4096):
-        contestants = {kind: lambda kind=kind: meet(kind, ranks) for kind in ("ours", "bare")}
+        contestants = {kind: lambda kind=kind, ranks=ranks: meet(kind, ranks) for kind in ("ours", "bare")}
         found = times(contestants, 3 if bench.quick else 9, warm_up=False)
         spread = ", ".join(f"{kind} {min(of):.3f}-{max(of):.3f} s" for kind, of in found.items())
-        yield compared(f"{RENDEZVOUS}, {ranks:,}", "bare TCPStore", found["ours"], found["bare"], 1.25, f"spread {spread}")
+        yield compared(
+            f"{RENDEZVOUS}, {ranks:,}", "bare TCPStore", found["ours"], found["bare"], 1.25, f"spread {spread}"
+        )
+
+
+def look_ups(bench: Bench) -> Iterator[Row]:
+    """Counted in a client process, without the 32 ranks and with them."""
+    if shutil.which("strace") is None:
+        raise NotMeasured("needs strace: apt-get install strace")
+    ranks, trace = 32, bench.scratch() / "trace"
+    opened: dict[int, tuple[int, int]] = {}
+    for count in (1, ranks + 1):
+        with _Served(bench, "ours") as address:
+            tracer = ["strace", "-f", "-o", str(trace), "-e", "trace=openat,connect"]
+            _call([*tracer, bench.python, str(PARTS / "stores.py"), "ranks", *address, str(count)], bench.environ())
+        text = trace.read_text(errors="replace")
+        files = len(re.findall(r'"/etc/(?:hosts|resolv\.conf)"', text))
+        opened[count] = files, len(re.findall(r"connect\(.*htons\(53\)", text))
+    files, queries = (after - before for before, after in zip(opened[1], opened[ranks + 1], strict=True))
+    reason = (
+        f"torch's own TCPStore client asks for the name of the numeric address that it was given: {files / ranks:.2f} openings of "
+        f"/etc/hosts and {queries / ranks:.2f} questions to a name server per rank; the toolkit adds none"
+    )
+    yield Row(what=LOOK_UPS, against="counted in a client", ratio=(files + queries) / ranks, goal=0, reason=reason)
 
 
 MEASUREMENTS = [
+    Measurement([FIRST_STEP, TASK_PER_GPU], lambda bench: first_step(bench, 1, 8, 0.2), needs_slurm=True),
+    Measurement([FIRST_STEP_2, TASK_PER_GPU_2], lambda bench: first_step(bench, 2, 4, 0.3), needs_slurm=True),
+    Measurement([OPENED, READ], shared_path, needs_slurm=True),
     Measurement([HELP, DRY_RUN, NO_TORCH], doors),
+    Measurement([SUBMIT], submitting),
     Measurement([HOST_LIST], host_lists),
     Measurement([FUZZED], fuzzed_host_lists),
     Measurement([RENDEZVOUS], rendezvous),
+    Measurement([LOOK_UPS], look_ups),
 ]

@@ -68,6 +68,7 @@ class Bench:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _python: str = ""
     _rig: Any = None
+    _no_dns: list[str] | None = None
 
     def __enter__(self) -> Bench:
         return self
@@ -104,6 +105,30 @@ class Bench:
         kept = {name: text for name, text in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
         return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HPC_SITE_CONFIG": "", **more}
 
+    def without_dns(self, argv: Sequence[str]) -> list[str]:
+        """The command where host names come from /etc/hosts alone: a slow name server would be all that is measured.
+
+        Where this user may not have a mount namespace, the command as it is.
+        """
+        if self._no_dns is None:
+            lines = (
+                Path("/etc/nsswitch.conf").read_text(encoding="utf-8").splitlines()
+                if Path("/etc/nsswitch.conf").exists()
+                else []
+            )
+            switch = self.scratch() / "nsswitch.conf"
+            switch.write_text(
+                "\n".join([*(line for line in lines if not line.startswith("hosts:")), "hosts: files", ""])
+            )
+            unshare = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+            mounted = [*unshare, "sh", "-c", 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"', str(switch)]
+            works = (
+                shutil.which("unshare")
+                and subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode == 0
+            )
+            self._no_dns = mounted if works else []
+        return [*self._no_dns, *argv]
+
     def rig(self) -> Any:
         """The dev cluster as the tests use it (cluster_rig.Rig); brought up when it is down, and then down again after.
 
@@ -119,7 +144,8 @@ class Bench:
             rig = cluster_rig.Rig(clone=Path("/"))
             if rig.site.saved_shape() is None:
                 self._stack.callback(rig.devcluster, "down", check=False)
-            rig.devcluster("up", timeout=900)
+            if rig.devcluster("status", check=False).returncode != 0:
+                rig.devcluster("up", timeout=900)
             os.environ["SLURM_CONF"] = str(rig.slurm_conf)
             rig.python = self.python if self._works_for_user(rig) else cluster_rig.python_for_jobs(rig)
             if rig.run(["test", "-r", str(ROOT / "sbin" / "bench")]).returncode == 0:
@@ -201,11 +227,16 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         verdict = {None: "", True: "met", False: "MISSED"}[row.met]
         goal = "-" if row.goal is None else f"{row.goal:.3g}"
-        cells.append((row.what, row.against, _seconds(row.ours_s), _seconds(row.theirs_s), f"{row.ratio:.3g}", goal, verdict))
+        cells.append(
+            (row.what, row.against, _seconds(row.ours_s), _seconds(row.theirs_s), f"{row.ratio:.3g}", goal, verdict)
+        )
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = []
     for number, line in enumerate(cells):
-        padded = [text.ljust(width) if column < 2 else text.rjust(width) for column, (text, width) in enumerate(zip(line, widths, strict=True))]
+        padded = [
+            text.ljust(width) if column < 2 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
         lines.append("  ".join(padded).rstrip())
         if number and rows[number - 1].met is False:
             lines.append(f"    reason: {rows[number - 1].reason or 'not looked into'}")

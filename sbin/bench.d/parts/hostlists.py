@@ -1,7 +1,7 @@
 """Host lists in the contestants' interpreter: our parser and submitit's in turn, and ours against scontrol.
 
-    python hostlists.py time ROUNDS        {"shape": {"ours": [seconds, ...], "submitit": [...]}}
-    python hostlists.py fuzz COUNT         {"texts": n, "different": n, "first": text}
+python hostlists.py time ROUNDS        {"shape": {"ours": [seconds, ...], "submitit": [...]}}
+python hostlists.py fuzz COUNT         {"texts": n, "different": n, "first": text}
 """
 
 from __future__ import annotations

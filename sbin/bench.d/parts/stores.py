@@ -48,7 +48,7 @@ def meet(host: str, port: int, ranks: int, processes: int) -> float:
     """Fork the client processes; they are let go together."""
     ready, go = os.pipe(), os.pipe()
     children = []
-    for number in range(processes):
+    for _ in range(processes):
         pid = os.fork()
         if pid == 0:
             os.close(go[1])
