@@ -73,6 +73,10 @@ class LaunchConfig:
     """Accept a loopback master for several nodes; only for several simulated nodes on one machine."""
     grace_s: float = 30.0
     """Seconds that workers have between a forwarded SIGTERM and SIGKILL."""
+    max_restarts: int = 3
+    """How often workers that were killed, lost or never started are started again inside one allocation."""
+    retry_failures: int = 0
+    """How often a program that failed by itself (an exception, an exit code) is started again inside one allocation."""
     code: str = "snapshot"
     """"snapshot": jobs run the code as it was at submission; "live": as it is when the job starts (changes are named)."""
 

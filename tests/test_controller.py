@@ -218,7 +218,8 @@ def test_f10_f07_the_first_failing_rank_is_last_on_the_screen(tmp_path: Path) ->
     last = done.stderr.rstrip().splitlines()[-6:]
     assert "rank 2 on" in last[-1] and "bad batch 17" in last[-1] and "rank-2.log" in last[-1]
     assert last[-2] == "ValueError: bad batch 17" and 'train.py", line 3' in "\n".join(last)
-    assert record(tmp_path)[-1]["first"]["rank"] == 2  # type: ignore[index]
+    ended, decided = record(tmp_path)[-2:]
+    assert ended["first"]["rank"] == 2 and decided["decision"] == "fail"  # type: ignore[index]
 
 
 @pytest.mark.slow
@@ -230,17 +231,21 @@ def test_f04_f10_exit_codes_and_kills_are_passed_on_in_words(tmp_path: Path) -> 
     )
     done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py")
     assert done.returncode == 42 and "rank 1 on" in done.stderr.splitlines()[-1]
-    done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py", "kill", SLURM_JOB_ID="8")
+    done = launch(
+        tmp_path, "launch.allow_loopback=true", "launch.max_restarts=0", "--", "train.py", "kill", SLURM_JOB_ID="8"
+    )
     assert done.returncode == 137 and "perhaps out of host memory" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_x16_a_step_that_never_started_is_not_called_a_failure_of_the_program(tmp_path: Path) -> None:
     refusal = "srun: error: Unable to create step for job 7: Memory required by task is not available"
-    done = launch(tmp_path, "--", "sh", "-c", "exit 1", FAKE_SRUN_EXIT="1", FAKE_SRUN_STDERR=refusal)
-    assert done.returncode == 69
+    done = launch(tmp_path, "launch.max_restarts=1", "--", "true", FAKE_SRUN_EXIT="1", FAKE_SRUN_STDERR=refusal)
+    assert done.returncode == 69 and "restart 1 of 1, in 2 s" in done.stderr
     assert refusal in done.stderr and "no rank was started" in done.stderr
-    assert record(tmp_path)[-1]["started"] is False
+    events = record(tmp_path)
+    assert [event["event"] for event in events] == ["ended", "decided"] * 2 and events[-2]["started"] is False
+    assert [event["decision"] for event in events[1::2]] == ["again", "fail"]
 
 
 def test_a_missing_srun_is_told_in_one_line(tmp_path: Path) -> None:
@@ -360,3 +365,12 @@ def test_s23_a_command_runs_as_it_is_and_says_what_was_edited(tmp_path: Path) ->
     assert done.returncode == 0 and "hello" in done.stdout
     (line,) = [line for line in done.stderr.splitlines() if "changed since the submission" in line]
     assert "a.py" in line and "b.py" not in line
+
+
+@pytest.mark.slow
+def test_s9_what_a_worker_says_cannot_drive_the_terminal_from_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise ValueError('\\x1b[2J\\rhpc.launch: all is well\\u2028\\x07')\n")
+    done = launch(tmp_path, "--local", "--", "evil.py")
+    assert done.returncode == 1
+    verdict = done.stderr[done.stderr.rindex("Traceback") :]
+    assert "\\x1b[2J" in verdict and not any(c in verdict for c in "\x1b\r\x07\u2028")

@@ -7,6 +7,8 @@
 | SLURM_JOB_NUM_NODES, SLURM_NNODES | nodes |
 | SLURM_GPUS_PER_NODE, SLURM_GPUS_ON_NODE, SLURM_JOB_GPUS | GPUs of each node: as asked for, or as found on this one |
 | SLURM_CPUS_PER_TASK, SLURM_JOB_CPUS_PER_NODE | cores |
+| SLURM_JOB_NODELIST | the nodes by name |
+| SLURM_JOB_END_TIME | when the time limit is reached, in seconds since 1970 |
 | SLURM_STEP_ID | set inside an srun task, where no controller may run |
 
 Source: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
@@ -37,6 +39,10 @@ class Allocation:
     cpus_per_task: int | None = None
     cpus_per_node: int | None = None
     """The smallest number over all nodes."""
+    node_list: str = ""
+    """In Slurm's notation."""
+    end_time: float | None = None
+    """When the time limit is reached, in seconds since 1970."""
 
     @property
     def run_id(self) -> str:
@@ -76,6 +82,8 @@ def read(environ: Mapping[str, str]) -> Allocation:
         gpus_per_node=_gpus(environ),
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
         cpus_per_node=min(parse_tasks_per_node(cores)) if cores else None,
+        node_list=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or "",
+        end_time=float(end) if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal() and int(end) else None,
     )
 
 

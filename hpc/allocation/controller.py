@@ -1,17 +1,18 @@
-"""The controller: one per allocation. It starts the agents with one srun, waits, and says how it ended."""
+"""The controller: one per allocation. It starts the agents with one srun, waits, decides, and says how it ended."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,10 +20,15 @@ from typing import Any
 import hpc
 from hpc import exitcodes
 from hpc.allocation.allocation import Allocation
+from hpc.allocation.history import newest_checkpoint, stalled_attempts
+from hpc.allocation.policy import Action, Decision, Ending, Limits, decide, made_steps
+from hpc.allocation.requeue import KILLED_WITHIN_S, JobFacts, Requeued, continuation, job_facts, requeue
+from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
-from hpc.errors import HpcError, NeverStarted, printable
+from hpc.errors import HpcError, NeverStarted, SlurmCommandError, printable
 from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from hpc.slurm import commands
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
@@ -112,7 +118,7 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
 
 
 class Controller:
-    """One attempt of one run."""
+    """One attempt of one run: as many starts of the step as the policy grants, then its last decision."""
 
     def __init__(
         self, allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, code: str | None = None
@@ -122,18 +128,43 @@ class Controller:
         self.folder = run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
+        self.limits = Limits(
+            max_restarts=loaded.config.launch.max_restarts, retry_failures=loaded.config.launch.retry_failures
+        )
+        self.notices = (signal.SIGTERM, signal.Signals[f"SIG{loaded.config.slurm.signal}"])
+        self.restarts = self.retried = 0
+        self.steps_from = 0
+        self.began = time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
+        self._undelivered: list[int] = []
+        self._events_before = 0
         self._heard: signal.Signals | None = None
+        self._notice: signal.Signals | None = None
+        self._keyboard = False
+        self._signals = 0
 
     def run(self) -> int:
-        """Start the step, wait for it, say how it ended; returns the exit code of the job."""
+        """Start the step, wait for it, decide, as often as it takes; returns the exit code of the job."""
         if self.loaded.config.command:
             target_of(self.loaded.config.command)  # refused once, and not once per node
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        (self.folder / "outcome.json").unlink(missing_ok=True)
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+        self.steps_from, _ = newest_checkpoint(self.run_dir)
         self.say(self.headline())
-        code = self.start_and_wait()
-        return self.conclude(code)
+        while True:
+            self._clear_for_start()
+            end = self._note_end(self.start_and_wait())
+            decision = self._decide(end)
+            if decision.action is Action.AGAIN:
+                self._tell(end)
+                complain(f"{decision.reason}, in {decision.pause_s:g} s")
+                if self._pause(decision.pause_s):
+                    self.retried += decision.is_retry
+                    self.restarts += not decision.is_retry
+                    continue
+                decision = self._decide(end)  # a signal came meanwhile
+            return self._act(decision, end)
 
     def say(self, text: str) -> None:
         print(f"hpc.launch: {printable(text)}", flush=True)
@@ -181,8 +212,6 @@ class Controller:
             NeverStarted: srun is missing or may not be executed.
         """
         argv = step_command(self.step, agent_command(self.step, self.loaded, self.python))
-        for number in FORWARDED:
-            signal.signal(number, self._forward)
         parent = os.getpid()
         local = self.step.local
         libc = ctypes.CDLL(None)
@@ -203,68 +232,181 @@ class Controller:
             raise NeverStarted(
                 f"cannot run {argv[0]}: {error.strerror}; is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"
             ) from None
-        if self._heard is not None:
-            self._child.send_signal(self._heard)  # it came while the child was being made
+        for number in self._undelivered:
+            self._child.send_signal(number)  # it came while the child was being made
+        self._undelivered.clear()
         return exitcodes.from_returncode(self._child.wait())
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
         self._heard = signal.Signals(number)
+        if number in self.notices:
+            self._notice = self._notice or self._heard
+        elif number in (signal.SIGINT, signal.SIGHUP):
+            self._keyboard = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
+        else:
+            self._undelivered.append(number)
 
-    def conclude(self, code: int) -> int:
-        """Print the verdict (the first failing rank's traceback last), write the record, return the exit code."""
-        outcome = self._outcome()
-        started = any(
-            event.get("event") == "started" and event.get("attempt") == self.allocation.attempt
-            for event in self.run_dir.events()
-        )
-        if outcome is not None and outcome.get("code"):
-            code = int(outcome["code"])
-        never = code != exitcodes.DONE and not started
-        first = outcome.get("first") if outcome else None
+    # ---- between two starts, and at the end ------------------------------------------------------------------------
+
+    @property
+    def restart(self) -> int:
+        """Starts of the step in this allocation before the present one."""
+        return self.restarts + self.retried
+
+    def _clear_for_start(self) -> None:
+        """Take away what an earlier start has left; say so when training begins anew although it is no first attempt."""
+        for path in (self.folder / "outcome.json", *self.folder.glob("error-*.json")):
+            path.unlink(missing_ok=True)
+        self._events_before = sum(1 for _ in self.run_dir.events())
+        if (self.allocation.attempt or self.restart) and not self.loaded.config.command:
+            if newest_checkpoint(self.run_dir)[1] is None:
+                start = f"attempt {self.allocation.attempt}" + (f", restart {self.restart}" if self.restart else "")
+                complain(f"warning: {start}, no checkpoint in {self.run_dir.checkpoints}, starting at step 0")
+
+    def _note_end(self, code: int) -> End:
+        """Read how the step ended, and write it into the record."""
+        news = islice(self.run_dir.events(), self._events_before, None)
+        end = read_end(self.folder, code, started=any(event.get("event") == "started" for event in news))
+        first = end.first
         self.run_dir.append_event(
             "ended",
             attempt=self.allocation.attempt,
-            code=code,
-            started=started,
+            restart=self.restart,
+            code=end.code,
+            started=end.started,
             signal=self._heard.name if self._heard else None,
-            first={key: first[key] for key in ("rank", "host", "code", "message")} if first else None,
+            first={key: first.get(key) for key in ("rank", "host", "code", "message")} if first else None,
+            **self._steps(),
         )
-        if code == exitcodes.DONE:
-            return code
-        if never:
-            known = code in (exitcodes.UNAVAILABLE, exitcodes.BAD_ENVIRONMENT)
-            why = "the lines above say why" if known else f"the step ended with {code} before any rank ran"
-            self._complain(f"no rank was started: {why}")
-            return code if known else exitcodes.UNAVAILABLE
-        self._verdict(code, first, int(outcome.get("others", 0)) if outcome else 0)
-        return code
+        return end
 
-    def _outcome(self) -> dict[str, Any] | None:
+    def _steps(self) -> dict[str, Any]:
+        """Where this attempt began and how far its newest checkpoint is; unknown for a command."""
+        if self.loaded.config.command:
+            return {"steps_from": None, "steps_to": None, "checkpoint": None}
+        step, folder = newest_checkpoint(self.run_dir)
+        return {"steps_from": self.steps_from, "steps_to": step, "checkpoint": folder.name if folder else None}
+
+    def _decide(self, end: End) -> Decision:
+        """Ask Slurm and the record, decide, and write the decision into the record (a good end needs none)."""
+        if end.code == exitcodes.DONE:
+            return Decision(action=Action.DONE, reason="finished")
+        allocation, first, steps = self.allocation, end.first or {}, self._steps()
+        facts = self._facts()
+        end_time = allocation.end_time or facts.end_time
+        ending = Ending(
+            code=end.code,
+            started=end.started,
+            reported=end.reported,
+            by_us=bool(first.get("by_us")),
+            peer_gone=bool(first.get("peer_gone")),
+            notice=self._notice.name if self._notice else None,
+            notice_signals=tuple(int(number) for number in self.notices),
+            keyboard=self._keyboard,
+            state=facts.state,
+            preempted=facts.preempted,
+            may_requeue=facts.may_requeue,
+            lost_nodes=self._lost_nodes(end),
+            local=self.step.local,
+            steps_from=steps["steps_from"],
+            steps_to=steps["steps_to"],
+            seconds=time.monotonic() - self.began,
+            stalled=stalled_attempts(self.run_dir.events(), allocation.job_id, allocation.attempt),
+            attempt=allocation.attempt,
+            restarts=self.restarts,
+            retried=self.retried,
+            time_left_s=None if end_time is None else end_time - time.time(),
+        )
+        decision = decide(ending, self.limits)
+        self.run_dir.append_event(
+            "decided",
+            attempt=allocation.attempt,
+            restart=self.restart,
+            job_id=allocation.job_id,
+            decision=decision.action.value,
+            reason=decision.reason,
+            made_steps=made_steps(ending),
+            **steps,
+        )
+        return decision
+
+    def _facts(self) -> JobFacts:
+        if self.step.local:
+            return JobFacts()
         try:
-            outcome = json.loads((self.folder / "outcome.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return outcome if isinstance(outcome, dict) else None
+            return job_facts(self.allocation)
+        except SlurmCommandError as error:
+            complain(f"Slurm cannot be asked for this job's state: {error}")
+            return JobFacts()
 
-    def _verdict(self, code: int, first: Mapping[str, Any] | None, others: int) -> None:
-        attempt = self.allocation.attempt
-        if first is None:
-            self._complain(f"attempt {attempt} ended with {code}: {exitcodes.describe(code)}; logs in {self.folder}")
-            return
-        by_signal = f" after {self._heard.name} came to the job" if first.get("by_us") and self._heard else ""
-        if others:
-            self._complain(f"{others} other rank{'s' if others > 1 else ''} failed after it; logs in {self.folder}")
-        trace = str(first.get("traceback") or "").rstrip("\n")
-        if trace:
-            print(trace, file=sys.stderr, flush=True)
-        message = str(first.get("message", ""))
-        ended = exitcodes.describe(int(first.get("code", code)))
-        reason = f"{ended}: {message}" if message != ended else ended
-        log = f"; log {first['log']}" if first.get("log") else ""
-        self._complain(f"rank {first['rank']} on {first['host']}, attempt {attempt}: {reason}{by_signal}{log}")
+    def _lost_nodes(self, end: End) -> tuple[str, ...]:
+        """Nodes of the allocation that Slurm has given up, when an agent or its node has gone."""
+        gone = end.started and (not end.reported or end.code == exitcodes.UNAVAILABLE)
+        if self.step.local or not gone or self.allocation.nodes < 2 or not self.allocation.node_list:
+            return ()
+        try:
+            return tuple(commands.lost_nodes(self.allocation.node_list))
+        except SlurmCommandError:
+            return ()
 
-    def _complain(self, text: str) -> None:
-        sys.stdout.flush()
-        print(f"hpc.launch: {printable(text)}", file=sys.stderr, flush=True)
+    def _pause(self, seconds: float) -> bool:
+        """Wait; False as soon as a notice came or somebody stopped it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._notice is not None or self._keyboard:
+                return False
+            time.sleep(0.1)
+        self._undelivered.clear()
+        return self._notice is None and not self._keyboard
+
+    def _tell(self, end: End) -> None:
+        heard = self._heard.name if self._heard else None
+        tell(end, attempt=self.allocation.attempt, restart=self.restart, folder=self.folder, heard=heard)
+
+    def _act(self, decision: Decision, end: End) -> int:
+        """Do what was decided last; returns the exit code of the job."""
+        if decision.action is Action.DONE:
+            return exitcodes.DONE
+        saved = end.code == exitcodes.WANTS_ANOTHER_ATTEMPT
+        if decision.action is Action.REQUEUE:
+            if not saved:
+                self._tell(end)
+            return self._come_back(decision)
+        plain = end.started and not self.restart and not (self._notice or self._keyboard)
+        if saved or not plain or end.code == exitcodes.UNAVAILABLE:
+            complain(f"attempt {self.allocation.attempt} asks for no other one: {decision.reason}")
+        if not saved:
+            self._tell(end)
+        stalled = saved and decision.stalled
+        return exitcodes.FAILED if stalled else end.exit_code
+
+    def _come_back(self, decision: Decision) -> int:
+        """Back into the queue, or the command with which the user goes on. The last act."""
+        again = exitcodes.WANTS_ANOTHER_ATTEMPT
+        attempt, run_id = self.allocation.attempt, self.allocation.run_id
+        steps = self._steps()
+        where = f", checkpoint {steps['checkpoint']}" if steps["checkpoint"] else ""
+        headline = f"attempt {attempt} {decision.reason}{where}"
+        if self.step.local:
+            self.say(f"{headline}; go on with: {continuation(self.allocation, self.loaded, self.run_dir)}")
+            return again
+        signals = self._signals
+        outcome = requeue(self.allocation, say=complain)
+        if outcome is Requeued.QUEUED:
+            self.run_dir.append_event("requeued", attempt=attempt, job_id=run_id)
+            self.say(f"{headline}; job {run_id} is back in the queue")
+            deadline = time.monotonic() + KILLED_WITHIN_S
+            while self._signals == signals and time.monotonic() < deadline:
+                time.sleep(0.1)  # Slurm ends this batch step
+        elif outcome is Requeued.ENDING:
+            complain(f"{headline}; left as it is, since Slurm is ending job {run_id} itself")
+        elif outcome is Requeued.NOT_ALLOWED:
+            is_batch = self._facts().is_batch
+            command = continuation(self.allocation, self.loaded, self.run_dir, is_batch=is_batch)
+            complain(f"{headline}; job {run_id} may not be requeued, go on with: {command}")
+        else:
+            complain(f"{headline}; it could not be requeued, type: scontrol requeue {run_id}")
+        return again

@@ -34,7 +34,8 @@ class Failure:
     """Ended by its agent because another one had failed or a signal had come."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields, and whether it says no more than that another rank has gone ("peer_gone")."""
+        return {**asdict(self), "peer_gone": bool(SECONDARY.search(self.message))}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Failure:

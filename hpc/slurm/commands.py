@@ -293,6 +293,24 @@ def cancel(job_id: str, *, signal_name: str | None = None, whole_job: bool = Fal
         raise SlurmCommandError(f"scancel {job_id}: {answer.complaint}")
 
 
+def lost_nodes(node_list: str) -> list[str]:
+    """The nodes of a host list that are down, failing or do not answer, by name.
+
+    Raises:
+        SlurmCommandError: sinfo failed.
+    Source: sinfo(1), "NODE STATE CODES": "*" behind a state means that the node does not answer.
+    """
+    answer = ask("sinfo", ["--noheader", "--Node", f"--nodes={node_list}", "--format=%N|%T"])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"sinfo: {answer.complaint}")
+    lost: dict[str, None] = {}
+    for line in answer.stdout.splitlines():
+        name, _, state = line.strip().partition("|")
+        if state.endswith("*") or state.lower().startswith(("down", "fail")):
+            lost[name] = None
+    return list(lost)
+
+
 def requeue(job_id: str) -> None:
     """Put a job, or one element of an array ("1234_2"), back into the queue. A running one loses its nodes at once.
 

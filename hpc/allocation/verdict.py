@@ -1,0 +1,86 @@
+"""How one start of the step ended, as its agents and Slurm tell it, and the lines that a person gets to read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc import exitcodes
+from hpc.errors import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """One start of the step that has ended."""
+
+    code: int
+    """The first failure's, as a shell gives it; srun's where no agent could tell."""
+    started: bool
+    """Ranks ran."""
+    reported: bool
+    """The agents could say how it ended."""
+    first: Mapping[str, Any] | None = None
+    others: int = 0
+
+    @property
+    def never_started(self) -> bool:
+        return self.code != exitcodes.DONE and not self.started
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a job that ends with this."""
+        known = (exitcodes.UNAVAILABLE, exitcodes.BAD_ENVIRONMENT)
+        return self.code if not self.never_started or self.code in known else exitcodes.UNAVAILABLE
+
+
+def read_end(folder: Path, code: int, *, started: bool) -> End:
+    """The end of the start whose outcome.json stands in the attempt's folder; `code` is srun's."""
+    try:
+        outcome = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        outcome = None
+    if not isinstance(outcome, dict):
+        return End(code=code, started=started, reported=False)
+    first = outcome.get("first")
+    return End(
+        code=int(outcome.get("code") or code),
+        started=started,
+        reported=True,
+        first=first if isinstance(first, dict) else None,
+        others=int(outcome.get("others", 0)),
+    )
+
+
+def complain(text: str) -> None:
+    """One line on stderr, after all that was said on stdout."""
+    sys.stdout.flush()
+    print(f"hpc.launch: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def tell(end: End, *, attempt: int, restart: int, folder: Path, heard: str | None) -> None:
+    """Print what went wrong: the first failing rank's traceback, and last the line that names it."""
+    if end.never_started:
+        known = end.exit_code == end.code
+        why = "the lines above say why" if known else f"the step ended with {end.code} before any rank ran"
+        complain(f"no rank was started: {why}")
+        return
+    start = f"attempt {attempt}" + (f", restart {restart}" if restart else "")
+    first = end.first
+    if first is None:
+        complain(f"{start} ended with {end.code}: {exitcodes.describe(end.code)}; logs in {folder}")
+        return
+    by_signal = f" after {heard} came to the job" if first.get("by_us") and heard else ""
+    if end.others:
+        complain(f"{end.others} other rank{'s' if end.others > 1 else ''} failed after it; logs in {folder}")
+    trace = str(first.get("traceback") or "").rstrip("\n")
+    if trace:
+        print("\n".join(printable(line.expandtabs()) for line in trace.split("\n")), file=sys.stderr, flush=True)
+    message = str(first.get("message", ""))
+    ended = exitcodes.describe(int(first.get("code", end.code)))
+    reason = f"{ended}: {message}" if message != ended else ended
+    log = f"; log {first['log']}" if first.get("log") else ""
+    complain(f"rank {first.get('rank')} on {first.get('host')}, {start}: {reason}{by_signal}{log}")

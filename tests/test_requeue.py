@@ -1,0 +1,214 @@
+"""The controller after an attempt: restarts inside the allocation, the requeue, and what it says; Slurm is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steps import ROOT
+from test_controller import batch_environ
+
+RUNNING = "JobId=7 JobName=x\n   JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1\n   PreemptTime=None\n"
+ONE = {
+    "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n1",
+    "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "1", "FAKE_SLURM_GPUS": "1", "SLURM_NTASKS": "1",
+    "SLURM_TASKS_PER_NODE": "1", "FAKE_SCONTROL_SHOW_STDOUT": RUNNING,
+}  # fmt: skip
+
+
+class Controller:
+    """One running controller (or batch script) in a folder."""
+
+    def __init__(self, folder: Path, *arguments: str, argv: list[str] | None = None, **changes: str) -> None:
+        self.folder = folder
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+        with open(self.out, "a") as out, open(self.err, "a") as err:
+            self.process = subprocess.Popen(
+                [*(argv or [sys.executable, "-m", "hpc.launch"]), *arguments],
+                env=batch_environ(folder, **{**ONE, **changes}), cwd=folder, stdout=out, stderr=err,
+            )  # fmt: skip
+
+    def ends(self, limit_s: float = 60) -> int:
+        """Wait for the end; as Slurm does, SIGTERM follows a requeue that was granted."""
+        deadline, told = time.monotonic() + limit_s, False
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text
+            if not told and "is back in the queue" in self.out.read_text():
+                told = True
+                self.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        return self.process.returncode
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text() + self.err.read_text()
+
+    def record(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for file in self.folder.rglob("record.jsonl") for line in file.read_text().splitlines()
+        ]
+
+    def decisions(self) -> list[str]:
+        return [event["decision"] for event in self.record() if event["event"] == "decided"]
+
+    def requeues(self) -> list[list[str]]:
+        calls = map(json.loads, (self.folder / "calls.jsonl").read_text().splitlines())
+        return [call["argv"] for call in calls if call["program"] == "scontrol" and call["argv"][0] == "requeue"]
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 40
+        while text not in self.text:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.1)
+
+
+SAVE = ("--", "sh", "-c", "exit 75")
+
+
+@pytest.mark.slow
+def test_q09_q11_saved_is_requeued_once_with_one_line(tmp_path: Path) -> None:
+    job = Controller(tmp_path, *SAVE)
+    assert job.ends() == 75
+    assert job.requeues() == [["requeue", "7"]]
+    lines = [line for line in job.text.splitlines() if line.startswith("hpc.launch")]
+    assert len(lines) == 2 and "saved and left; job 7 is back in the queue" in lines[1]
+    assert "fail" not in job.text and job.decisions() == ["requeue"]
+    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "requeued"]
+
+
+@pytest.mark.slow
+def test_q01_array_elements_come_back_by_their_own_name(tmp_path: Path) -> None:
+    job = Controller(
+        tmp_path, *SAVE, SLURM_ARRAY_JOB_ID="1234", SLURM_ARRAY_TASK_ID="2", SLURM_JOB_ID="1235"
+    )  # fmt: skip
+    assert job.ends() == 75 and job.requeues() == [["requeue", "1234_2"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_q02_q06_a_notice_to_the_batch_script_alone_reaches_the_program(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "train.py").write_text(
+        "import signal, sys, time\n"
+        "for n in (signal.SIGTERM, signal.SIGUSR2): signal.signal(n, lambda n, f: sys.exit(75))\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    job = Controller(
+        tmp_path, "--", "train.py", argv=["/bin/bash", f"{ROOT}/sbin/ddp.sbatch"], HPC_PYTHON=sys.executable
+    )  # fmt: skip
+    job.wait_for("ready")
+    job.process.send_signal(number)
+    assert job.ends() == 75
+    assert job.requeues() == [["requeue", "7"]]
+    assert job.text.count(f"saved and left after {number.name}; job 7 is back in the queue") == 1
+
+
+@pytest.mark.slow
+def test_q08_a_command_that_knows_no_notice_is_requeued_at_the_limit(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "--", "sh", "-c", "echo ready; exec sleep 60")
+    job.wait_for("ready")
+    time.sleep(0.3)
+    job.process.send_signal(signal.SIGUSR2)
+    assert job.ends() == 75 and len(job.requeues()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_a_cancelled_job_is_left_alone(tmp_path: Path, state: str) -> None:
+    job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=RUNNING.replace("RUNNING", state))
+    assert job.ends() == 75 and not job.requeues()
+    assert job.decisions() == ["fail"] and "asks for no other one" in job.text
+
+
+@pytest.mark.slow
+def test_q15_a_job_that_slurm_has_requeued_or_begun_anew_is_not_touched(tmp_path: Path) -> None:
+    for number, show in enumerate((RUNNING.replace("RUNNING", "PENDING"), RUNNING.replace("Restarts=0", "Restarts=1"))):
+        (folder := tmp_path / str(number)).mkdir()
+        job = Controller(folder, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=show)
+        assert job.ends() == 75 and not job.requeues()
+
+
+@pytest.mark.slow
+def test_a_refused_requeue_is_tried_again_then_told(tmp_path: Path) -> None:
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    (answers / "scontrol_requeue.exit").write_text("1")
+    (answers / "scontrol_requeue.err").write_text("slurm_requeue error: Socket timed out")
+    job = Controller(tmp_path, *SAVE, FAKE_SLURM_ANSWERS=str(answers))
+    assert job.ends() == 75 and len(job.requeues()) == 3
+    assert job.text.splitlines()[-1].endswith("it could not be requeued, type: scontrol requeue 7")
+    (answers / "scontrol_requeue.4.exit").write_text("1")
+    (answers / "scontrol_requeue.exit").write_text("0")
+    job.out.write_text("")
+    assert Controller(tmp_path, *SAVE, FAKE_SLURM_ANSWERS=str(answers)).ends() == 75
+    assert len(job.requeues()) == 5 and "trying again in 1 s" in job.text
+
+
+@pytest.mark.slow
+def test_where_the_job_may_not_be_requeued_the_command_is_told(tmp_path: Path) -> None:
+    job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=RUNNING.replace("Requeue=1", "Requeue=0"))
+    assert job.ends() == 75 and not job.requeues()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"python -m hpc.submit --config {run_dir}/config.yaml run_dir={run_dir}" in job.text
+
+
+@pytest.mark.slow
+def test_a_local_run_that_has_saved_says_how_to_go_on(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "--local", "--", "sh", "-c", "if [ -e seen ]; then exit 0; fi; touch seen; exit 75")
+    assert job.ends() == 75, job.text
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"go on with: python -m hpc.launch --local --run-dir {run_dir}" in job.text
+    assert Controller(tmp_path, "--local", "--run-dir", str(run_dir)).ends() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [["--local"], []])
+def test_a_killed_worker_is_started_again_inside_the_allocation(tmp_path: Path, where: list[str]) -> None:
+    job = Controller(tmp_path, *where, "--", "sh", "-c", "if [ -e seen ]; then exit 0; fi; touch seen; kill -9 $$")
+    assert job.ends() == 0, job.text
+    assert job.decisions() == ["again"] and "killed by SIGKILL, restart 1 of 3, in 2 s" in job.text
+    assert not (tmp_path / "calls.jsonl").exists() or not job.requeues()
+    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "started", "ended"]
+
+
+@pytest.mark.slow
+def test_a_notice_in_the_pause_before_a_restart_is_heard(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "--", "sh", "-c", "kill -9 $$")
+    job.wait_for("restart 1 of 3, in 2 s")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.ends() == 75 and job.decisions() == ["again", "requeue"]
+
+
+@pytest.mark.slow
+def test_q18_an_exception_fails_at_once_and_is_retried_when_asked(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "--", "sh", "-c", "exit 3")
+    assert job.ends() == 3 and job.decisions() == ["fail"] and not job.requeues()
+    (folder := tmp_path / "asked").mkdir()
+    job = Controller(folder, "launch.retry_failures=1", "--", "sh", "-c", "exit 3")
+    assert job.ends() == 3 and job.decisions() == ["again", "fail"] and not job.requeues()
+
+
+@pytest.mark.slow
+def test_attempts_without_a_step_end_the_run(tmp_path: Path) -> None:
+    for attempt in range(3):
+        show = RUNNING.replace("Restarts=0", f"Restarts={attempt}")
+        job = Controller(tmp_path, *SAVE, SLURM_RESTART_COUNT=str(attempt), FAKE_SCONTROL_SHOW_STDOUT=show)
+        job.out.write_text("")
+        assert job.ends() == (75 if attempt < 2 else 1)
+    assert "3 attempts in a row made no step" in job.text
+    assert job.decisions() == ["requeue", "requeue", "fail"]
+
+
+@pytest.mark.slow
+def test_q17_a_later_attempt_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "jobs.digits", "train.max_steps=1", SLURM_RESTART_COUNT="1")
+    assert job.ends(120) == 0, job.text
+    folder = next((tmp_path / "runs").iterdir()) / "checkpoints"
+    assert f"warning: attempt 1, no checkpoint in {folder}, starting at step 0" in job.text
+    Controller(tmp_path, "jobs.digits", "train.max_steps=1", SLURM_RESTART_COUNT="2").ends(120)
+    assert job.text.count("no checkpoint in") == 1

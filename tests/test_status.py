@@ -1,0 +1,124 @@
+"""`python -m hpc.status`: what a record tells, torn or whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steps import ROOT
+
+from hpc.errors import UsageError
+from hpc.login.status import report_lines, running_share, starts_of
+
+NODES = [["n1", 0, 4], ["n1", 4, 4], ["n2", 8, 4]]
+FIRST = {"rank": 3, "host": "n2", "code": 137, "message": "killed by SIGKILL"}
+
+
+def steps(begin: int, end: int) -> dict[str, Any]:
+    return {"steps_from": begin, "steps_to": end, "checkpoint": f"step-{end}"}
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"time": 90, "event": "submitted", "job_id": "77"},
+    {"time": 100, "event": "started", "attempt": 0, "nodes": NODES},
+    {"time": 110, "event": "ended", "attempt": 0, "restart": 0, "code": 137, "started": True, "first": FIRST},
+    {
+        "time": 110,
+        "event": "decided",
+        "attempt": 0,
+        "decision": "again",
+        "reason": "a worker was killed",
+        **steps(0, 5),
+    },
+    {"time": 115, "event": "started", "attempt": 0, "nodes": NODES},
+    {"time": 135, "event": "ended", "attempt": 0, "restart": 1, "code": 75, "started": True, "first": None},
+    {"time": 135, "event": "decided", "attempt": 0, "decision": "requeue", "reason": "saved", **steps(0, 20)},
+    {"time": 135, "event": "requeued", "attempt": 0, "job_id": "77"},
+    {"time": 180, "event": "started", "attempt": 1, "nodes": NODES},
+    {"time": 200, "event": "ended", "attempt": 1, "restart": 0, "code": 0, "started": True, **steps(20, 40)},
+]
+
+
+def written(folder: Path, events: list[dict[str, Any]]) -> Path:
+    (folder / "record.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_attempts_causes_steps_and_the_share_of_time(tmp_path: Path) -> None:
+    lines = report_lines(written(tmp_path, EVENTS))
+    assert lines[0].endswith("job 77") and lines[1].split() == "attempt began ran hosts steps exit how it ended".split()
+    assert "n1,n2" in lines[2] and "0 to 5 " in lines[2] and "137" in lines[2]
+    assert lines[2].endswith("a worker was killed; started again")
+    assert lines[3].startswith("0, restart 1") and lines[3].endswith("75    saved; requeued")
+    assert "20 to 40" in lines[4] and lines[4].endswith("0     finished")
+    assert lines[5] == "ranks ran 50 % of 1 min 40 s between first start and last end"
+
+
+def test_share_is_of_the_time_between_first_start_and_last_end() -> None:
+    assert running_share(starts_of(EVENTS)) == (50.0, 100.0)
+    assert running_share(starts_of(EVENTS[:2])) is None
+    assert running_share([]) is None
+
+
+def test_a_record_cut_at_any_byte_is_readable(tmp_path: Path) -> None:
+    whole = (written(tmp_path, EVENTS) / "record.jsonl").read_bytes()
+    for cut in range(len(whole)):
+        (tmp_path / "record.jsonl").write_bytes(whole[:cut])
+        assert report_lines(tmp_path)
+
+
+@pytest.mark.parametrize("missing", range(len(EVENTS)))
+def test_any_event_may_be_missing(tmp_path: Path, missing: int) -> None:
+    events = EVENTS[:missing] + EVENTS[missing + 1 :]
+    lines = report_lines(written(tmp_path, events))
+    assert len(lines) >= 4
+
+
+def test_a_killed_controller_leaves_an_attempt_without_an_end(tmp_path: Path) -> None:
+    lines = report_lines(written(tmp_path, EVENTS[:2] + EVENTS[8:]))
+    assert lines[2].endswith("no end in the record: it runs, or its controller was killed")
+    assert lines[3].endswith("finished")
+
+
+def test_a_start_that_never_came_to_ranks(tmp_path: Path) -> None:
+    ended = {"time": 1, "event": "ended", "attempt": 0, "restart": 0, "code": 1, "started": False, "first": None}
+    lines = report_lines(written(tmp_path, [ended, {**ended, "restart": 1, "time": 2}]))
+    assert lines[2].split()[:2] == ["0", "never"] and lines[3].startswith("0, restart 1")
+
+
+def test_strange_values_do_not_stop_it(tmp_path: Path) -> None:
+    strange = [
+        {"event": "started", "attempt": "x", "nodes": 7, "time": None},
+        {"event": "ended", "code": "y", "first": 3},
+    ]
+    assert report_lines(written(tmp_path, [*strange, *EVENTS]))
+
+
+def test_the_elements_of_an_array_follow_each_other(tmp_path: Path) -> None:
+    written(tmp_path, EVENTS[:1])
+    (tmp_path / "array-3").mkdir()
+    written(tmp_path / "array-3", EVENTS[1:])
+    lines = report_lines(tmp_path)
+    assert lines[1] == "no attempt has begun" and any(line.endswith("array-3") for line in lines)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"record\.jsonl"):
+        report_lines(tmp_path)
+
+
+def test_the_door_prints_and_refuses_in_one_line(tmp_path: Path) -> None:
+    def door(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "hpc", "status", *words], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+
+    (tmp_path / "run").mkdir()
+    done = door(str(written(tmp_path / "run", EVENTS)))
+    assert done.returncode == 0 and "ranks ran 50 %" in done.stdout
+    done = door(str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("hpc.status: error")
