@@ -177,7 +177,7 @@ def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 @pytest.mark.parametrize("name", programs())
-def test_nothing_is_given_to_a_shell_or_unpickled(name: str) -> None:
+def test_s2_nothing_is_given_to_a_shell_or_unpickled(name: str) -> None:
     for called, call in calls(name):
         where = f"{name}:{call.lineno}: {called}"
         last = called.rpartition(".")[2]
@@ -226,3 +226,13 @@ def test_a_door_loads_only_what_it_needs(argv: list[str], absent: set[str], tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "hpc" in loaded and not loaded & absent
+
+
+def test_login_node_and_batch_step_never_load_torch(tmp_path: Path) -> None:
+    """What is imported late counts here too, as far as it stands in a module of theirs."""
+    names = [name for name in sources("hpc") if room(name) not in ("hpc/node", "hpc/train")]
+    modules = [name.removesuffix(".py").replace("/", ".") for name in names if not name.endswith("__.py")]
+    assert "hpc.login.submitter" in modules and "hpc.allocation.controller" in modules
+    code = "import sys\n" + "".join(f"import {module}\n" for module in modules) + "sys.exit('torch' in sys.modules)"
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True, timeout=60)
