@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 60.0
+LIMIT_S = 150.0  # patience of the tests, not a promise: machines are shared
 
 
 def step_environ(

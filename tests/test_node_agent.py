@@ -277,7 +277,7 @@ def test_l11_ranks_that_never_arrive_are_named_with_their_node(step: Step) -> No
     for task in range(2):
         environ = step_environ(task, tasks_per_node=(2, 2))
         step.agent(environ, "--allow-loopback", "--rendezvous-timeout", "4", "--", "train.py")
-    ended = step.ends(40)
+    ended = step.ends()
     assert [one.code for one in ended] == [69, 69]
     assert "ranks 2,3 (node n2) never arrived within 4 s" in ended[0].stderr
     assert "ranks 2,3 (node n2) never arrived" in ended[1].stderr and "rank 1 on" in ended[1].stderr
@@ -285,7 +285,7 @@ def test_l11_ranks_that_never_arrive_are_named_with_their_node(step: Step) -> No
 
 def test_a_missing_rank_zero_is_named_by_the_others(step: Step) -> None:
     step.agent(step_environ(1), "--rendezvous-timeout", "3", "--", "train.py")
-    (ended,) = step.ends(30)
+    (ended,) = step.ends()
     assert ended.code == 69 and "rank 1 on" in ended.stderr and "was not reached" in ended.stderr
 
 
@@ -295,7 +295,7 @@ def test_counts_that_contradict_each_other_across_tasks_are_refused_within_secon
     other |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
     other |= {"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_NODELIST": "n1"}
     step.agent(other, "--allow-loopback", "--", "train.py")
-    ended = step.ends(40)
+    ended = step.ends()
     assert [one.code for one in ended] == [78, 78]
     assert "nodes=2" in ended[0].stderr and "nodes=1" in ended[0].stderr
     assert max(one.seconds for one in ended) < 30
@@ -323,7 +323,7 @@ def test_l14_f07_f10_one_dies_all_go_and_the_first_is_named(
     for task in range(2):
         step.wait_for("ready", task)
     step.look()
-    ended = step.ends(30)
+    ended = step.ends()
     assert [one.code for one in ended] == [code, code], [one.stderr for one in ended]
     assert step.gone(5), step.left()
     outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
@@ -365,7 +365,7 @@ def test_c01_c15_a_signal_to_the_agent_ends_all_and_leaves_nothing(step: Step, n
     time.sleep(0.3)
     step.look()
     send(agent, number)
-    (ended,) = step.ends(20)
+    (ended,) = step.ends()
     assert ended.code in (128 + number, 1), ended.stderr
     assert step.gone(10), step.left()
 
@@ -390,7 +390,7 @@ def test_killing_one_agent_ends_the_other_node_too(step: Step) -> None:
         step.wait_for("ready", task)
     step.look()
     agents[1].kill()
-    ended = step.ends(30)
+    ended = step.ends()
     assert ended[0].code != 0
     assert step.gone(5), step.left()
     outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
@@ -424,7 +424,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(step: Step
     step.wait_for("ready")
     begun = time.monotonic()
     send(agent, signal.SIGTERM)
-    (ended,) = step.ends(20)
+    (ended,) = step.ends()
     assert ended.code == 137 and 1.5 < time.monotonic() - begun < 10
     assert step.gone(1)
 
@@ -460,7 +460,7 @@ def test_q09_ranks_that_save_and_leave_are_no_failure(step: Step, how: str, numb
         step.wait_for(f"[rank {2 * task + 1}] ready", task)
     for agent in agents:
         send(agent, number)
-    ended = step.ends(30)
+    ended = step.ends()
     assert [one.code for one in ended] == [75, 75], [one.stderr for one in ended]
     saved = sum(one.stdout.count("saved") for one in ended)
     assert saved == (3 if how == "never" else 4)
@@ -479,7 +479,7 @@ def test_x14_an_unhealthy_gpu_node_is_named_before_any_rendezvous(step: Step) ->
     environ["PATH"] = f"{step.folder}:{environ['PATH']}"
     begun = time.monotonic()
     step.agent(environ, "--", "train.py")
-    (ended,) = step.ends(30)
+    (ended,) = step.ends()
     assert ended.code == 69 and time.monotonic() - begun < 30
     for text in (socket.gethostname(), "nvidia-smi", "15", "Unknown Error", "--exclude"):
         assert text in ended.stderr
