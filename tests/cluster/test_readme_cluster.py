@@ -1,28 +1,51 @@
-"""The README's session on a cluster, run on the real Slurm."""
+"""The README's blocks for a cluster, run on the real Slurm as its reader would."""
 
 from __future__ import annotations
 
-import shlex
+import os
+import re
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cluster_rig import FIRST_USER, Rig, give_to
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_readme import check, sessions
+from test_readme import Block, blocks_to_run, compare, write_files, write_programs
 
 
-def test_sessions_on_a_cluster(cluster: Rig) -> None:
-    folder = cluster.home() / f"readme {time.time_ns()}"
-    folder.mkdir()
+@pytest.fixture
+def clone(cluster: Rig) -> Iterator[Path]:
+    """The reader's clone, in the ordinary user's home, its virtual environment activated on PATH."""
+    assert cluster.clone is not None
+    folder = cluster.home() / f"readme-{time.time_ns()}"
+    shutil.copytree(cluster.clone, folder)
+    write_files(folder)
+    write_programs(folder / ".venv" / "bin", cluster.python)
     give_to(folder, FIRST_USER)
-    for command, lines in sessions("cluster"):
-        argv = shlex.split(command)
-        assert argv[0] == "python"
-        env = {"PYTHONPATH": str(cluster.clone), "HPC_SITE_CONFIG": ""}
-        done = cluster.run([cluster.python, *argv[1:]], cwd=folder, env=env, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed = [line for line in lines if not line.startswith("hpc.submit:")]
-        check(printed, done.stdout)
-        check([line for line in lines if line.startswith("hpc.submit:")], done.stderr)
+    yield folder
+    cluster.cancel_jobs()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"line-{b.line}") for b in blocks_to_run("cluster")])
+def test_a_block_for_a_cluster(cluster: Rig, clone: Path, block: Block) -> None:
+    path = f"{clone / '.venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    argv = ["bash", "-eu", "-c", f"exec 2>&1\n{block.script}"]
+    if "root" in block.words:
+        environ = {
+            **os.environ,
+            "HPC_DEVCLUSTER_NUMBER": str(cluster.number),
+            "HPC_DEVCLUSTER_VENV": str(clone / ".venv"),
+        }
+        done = subprocess.run(argv, cwd=clone, env=environ, stdout=subprocess.PIPE, text=True, timeout=300)
+    else:
+        done = cluster.run(argv, cwd=clone, env={"PATH": path, "HPC_SITE_CONFIG": ""}, timeout=300)
+    for job_id in re.findall(r"^(?:job|Submitted batch job) (\d+)", done.stdout, re.MULTILINE):
+        cluster.track(job_id)
+    assert done.returncode == block.exit_code, done.stdout
+    compare(block.shown, done.stdout)
