@@ -90,6 +90,14 @@ def wait_for(file: Path, text: str, count: int = 1, limit_s: float = 90) -> None
         time.sleep(0.2)
 
 
+def answers(cluster: Rig, node: str, limit_s: float = 90) -> None:
+    """A node that was just booted: wait until a step on it starts, so that the next test finds a whole cluster."""
+    deadline = time.monotonic() + limit_s
+    while (done := cluster.run(["srun", "--nodelist", node, "true"], timeout=120)).returncode != 0:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(1)
+
+
 # ---- the main job ----------------------------------------------------------------------------------------------------
 
 
@@ -243,3 +251,4 @@ def test_a_lost_node_takes_the_other_ones_ranks_along(cluster: Rig, folder: Path
         nothing_left(cluster, 15)
     finally:
         cluster.devcluster("heal", cluster.node_names[1])
+        answers(cluster, cluster.node_names[1])
