@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -75,6 +76,7 @@ def programs() -> list[str]:
     ]
 
 
+@functools.cache
 def tree(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text(encoding="utf-8"), name)
 

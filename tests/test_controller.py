@@ -267,6 +267,7 @@ def test_a_command_that_cannot_run_is_refused_before_srun(tmp_path: Path, comman
     assert not (tmp_path / "calls.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_k17_two_attempts_of_one_job_have_one_directory(tmp_path: Path) -> None:
     for attempt in ("0", "1"):
         done = launch(tmp_path, "--", "sh", "-c", "echo attempt", SLURM_RESTART_COUNT=attempt, SLURM_NNODES="1",
@@ -278,6 +279,7 @@ def test_k17_two_attempts_of_one_job_have_one_directory(tmp_path: Path) -> None:
     assert (folder / "record.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_elements_of_an_array_have_a_directory_each(tmp_path: Path) -> None:
     one = {"SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n1"}
     for index in ("0", "1"):

@@ -131,6 +131,7 @@ def test_a_terminal_gets_one_moving_line(ranks: Ranks, tmp_path: Path) -> None:
     assert "\r" not in plain and "\x1b" not in plain and "step 1/400, epoch 1, loss " in plain
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_imports_nothing_it_does_not_need() -> None:
     code = f"import sys, hpc.train.__main__; print([m for m in {HEAVY} if m in sys.modules])"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -54,6 +54,7 @@ def test_what_is_no_setting(text: str) -> None:
     assert "key=value" in refusal(overrides=[text])
 
 
+@pytest.mark.slow
 def test_very_deep_keys_and_values_are_refused() -> None:
     deep = ".".join("a" * 100_000)
     assert "parts" in refusal(overrides=[f"{deep}=1", f"{deep}=2"])
