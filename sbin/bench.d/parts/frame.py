@@ -90,10 +90,16 @@ class Bench:
                 test = [found or "", "-c", "from importlib.util import find_spec as f; f('torch').name"]
                 if found and subprocess.run(test, capture_output=True, check=False).returncode == 0:
                     self._python = found
+                    self._compile(ROOT)
                     break
             else:
                 raise NotMeasured("no Python with torch: run sbin/quickstart once, or name one with HPC_PYTHON")
         return self._python
+
+    def _compile(self, project: Path) -> None:
+        """The toolkit's modules as an installation leaves them, with their byte code, like the rivals' packages."""
+        words = ["-m", "compileall", "-q", str(project / "hpc"), str(project / "jobs")]
+        subprocess.run([self._python, *words], capture_output=True, check=False)  # a tree that is read-only stays so
 
     def scratch(self) -> Path:
         """A new folder, gone after the run."""
@@ -101,7 +107,7 @@ class Bench:
 
     def environ(self, **more: str) -> dict[str, str]:
         """The environment of a contestant: nothing of an outer job, one thread per process, the project importable."""
-        foreign = ("SLURM", "SBATCH", "SRUN", "HPC_", "TORCH", "MASTER_")
+        foreign = ("SLURM", "SBATCH", "SRUN", "HPC_", "TORCH", "MASTER_", "PYTHON")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
         return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HPC_SITE_CONFIG": "", **more}
 
@@ -152,6 +158,7 @@ class Bench:
                 rig.clone = ROOT
             else:
                 rig.clone = cluster_rig.make_clone(rig.home(), cluster_rig.FIRST_USER)
+                self._compile(rig.clone)
                 self._stack.callback(shutil.rmtree, rig.clone, ignore_errors=True)
             self._stack.callback(rig.cancel_jobs)
             self._rig = rig

@@ -1,47 +1,62 @@
 """Simulated ranks that meet at one real store: few client processes, many TCPStore clients in each.
 
-    python stores.py serve ours|bare         prints "HOST PORT", serves until its standard input ends
-    python stores.py meet HOST PORT RANKS PROCESSES   prints the seconds from the first connect to the last one's release
-    python stores.py ranks HOST PORT COUNT   that many clients in this process, for strace
+    python stores.py turns RANKS ROUNDS   {"ours": [seconds, ...], "bare": [...]}
+    python stores.py alone COUNT          our store, and that many clients in this process, for strace
 
 A rank's rendezvous: connect, join (count up one key), and wait for the key that the last one sets.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 
 from torch.distributed import TCPStore
 
+from hpc.node import rendezvous, store
 
-def serve(kind: str) -> None:
+PROCESSES = 4
+
+
+def turns(ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds from letting the clients go to the last one's release, of both kinds of store in turn."""
+    found: dict[str, list[float]] = {"ours": [], "bare": []}
+    for turn in range(rounds + 1):
+        for kind in list(found)[:: 1 if turn % 2 == 0 else -1]:
+            reader, writer = os.pipe()
+            server = os.fork()
+            if server == 0:
+                try:
+                    serve(kind, writer)
+                finally:
+                    os._exit(1)
+            os.close(writer)
+            host, port = os.read(reader, 100).decode().split()
+            os.close(reader)
+            try:
+                seconds = meet(host, int(port), ranks, PROCESSES)
+            finally:
+                os.kill(server, signal.SIGKILL)
+                os.waitpid(server, 0)
+            if turn:  # the first turn warms up
+                found[kind].append(seconds)
+    return found
+
+
+def serve(kind: str, tell: int) -> None:
     """`bare` is the store as torch makes it for rank zero; `ours` the server of hpc.node on the agent's socket."""
-    threading.Thread(target=_leave_with_the_caller, daemon=True).start()
     if kind == "ours":
-        from hpc.node import rendezvous, store
-
         server = rendezvous.listen("127.0.0.1", rendezvous.candidate_ports(str(os.getpid()), None, 0))
         host, port = server.getsockname()
-        print(host, port, flush=True)
+        os.write(tell, f"{host} {port}".encode())
         store.serve(server.detach(), host, port)
-    else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        kept = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        print("127.0.0.1", port, flush=True)
-        while kept is not None:
-            signal.pause()
-
-
-def _leave_with_the_caller() -> None:
-    sys.stdin.read()
-    os._exit(0)
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(tell, f"127.0.0.1 {kept.port}".encode())
+    while True:
+        signal.pause()
 
 
 def meet(host: str, port: int, ranks: int, processes: int) -> float:
@@ -74,18 +89,32 @@ def meet(host: str, port: int, ranks: int, processes: int) -> float:
 
 def _clients(host: str, port: int, count: int, ranks: int) -> None:
     stores = [TCPStore(host, port, is_master=False) for _ in range(count)]
-    for store in stores:
-        if store.add("joined", 1) == ranks:
-            store.set("go", "1")
-    for store in stores:
-        store.wait(["go"])
+    for client in stores:
+        if client.add("joined", 1) == ranks:
+            client.set("go", "1")
+    for client in stores:
+        client.wait(["go"])
+
+
+def alone(count: int) -> None:
+    """Our store in a child and `count` clients in this process, which a tracer follows."""
+    reader, writer = os.pipe()
+    server = os.fork()
+    if server == 0:
+        try:
+            serve("ours", writer)
+        finally:
+            os._exit(1)
+    host, port = os.read(reader, 100).decode().split()
+    try:
+        _clients(host, int(port), count, count)
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 if __name__ == "__main__":
-    action, words = sys.argv[1], sys.argv[2:]
-    if action == "serve":
-        serve(words[0])
-    elif action == "meet":
-        print(meet(words[0], int(words[1]), int(words[2]), int(words[3])))
+    if sys.argv[1] == "turns":
+        print(json.dumps(turns(int(sys.argv[2]), int(sys.argv[3]))))
     else:
-        _clients(words[0], int(words[1]), int(words[2]), int(words[2]))
+        alone(int(sys.argv[2]))
