@@ -96,7 +96,7 @@ def test_q15_lost_answer_and_a_queue_that_does_not_answer(shell: Shell) -> None:
 
 @pytest.mark.slow
 def test_sbatch_that_does_not_answer_at_all(shell: Shell) -> None:
-    done = shell.send("run_dir=here", FAKE_SBATCH_SLEEP="2", HPC_SUBMIT_TIMEOUT_S="3")
+    done = shell.send("run_dir=here", FAKE_SBATCH_SLEEP="2", HPC_SUBMIT_TIMEOUT_S="50")
     assert done.returncode == 0
     shell.says("squeue", f"104|{shell.folder}/again/job.sh")
     done = shell.send("run_dir=again", FAKE_SBATCH_SLEEP="2", HPC_SUBMIT_TIMEOUT_S="0.5")
