@@ -531,3 +531,22 @@ def test_s5_strangers_at_the_ports_learn_nothing_and_hurt_nobody(step: Step) -> 
                 continue
     assert not any(port.encode() in answers for port in store)
     assert [one.code for one in step.ends()] == [0, 0]
+
+
+def test_a_script_that_ends_its_group_before_its_model_is_freed_still_exits(step: Step) -> None:
+    """The model is local to main(): without care about one run in two of this hung for ever in Gloo's destructor."""
+    (step.folder / "ends.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 10)))\n"
+        "    model(torch.randn(32, 64)).sum().backward()\n"
+        "    dist.barrier()\n"
+        "    dist.destroy_process_group()\n"
+        "main()\n"
+    )
+    environ = {**step_environ(0, tasks_per_node=(1,)), "OMP_NUM_THREADS": "1"}
+    for _ in range(5):
+        step.agent(environ, "--workers-per-node", "8", "--", "ends.py")
+        assert step.ends(30)[-1].code == 0

@@ -7,8 +7,10 @@ variables and arguments, and its exit code is passed on as it is.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import io
@@ -75,6 +77,7 @@ class Start:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _reseed(int(self.environ.get("OMP_NUM_THREADS", "0") or 0))
+        keep_ended_groups()
         try:
             run_as_main(self.target)
         except (SystemExit, KeyboardInterrupt):
@@ -85,6 +88,32 @@ class Start:
             sys.excepthook(type(error), error, error.__traceback__)
             return 1
         return 0
+
+
+_ended_groups: list[object] = []
+
+
+def keep_ended_groups() -> None:
+    """Keep process groups that the script ends until it leaves; nothing to do where torch is not imported.
+
+    When a script returns from the function that holds its DDP model, the model's reducer may have the last reference to
+    a group that was ended before. Gloo's destructor then joins a thread that waits for the GIL, which this thread holds:
+    the rank never exits (seen with torch 2.13, with eight ranks about once in three runs). Python's own reference lets
+    go of the GIL, so it is made the last one.
+    """
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    if dist is None or not dist.is_available():
+        return
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: object = None) -> object:
+        _ended_groups.extend(one for one in (group, dist.group.WORLD) if one is not None)
+        return original(group)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+    atexit.register(_ended_groups.clear)
 
 
 def run_as_main(target: Target) -> None:

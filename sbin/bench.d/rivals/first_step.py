@@ -1,9 +1,8 @@
 """The user's script, the same for all contestants: a small DDP model's first step, and when it was done.
 
 Each rank writes the time at which its first optimizer step was finished to $BENCH_STAMPS/RANK. It then leaves without
-destructors, which the time does not include: with torch 2.13 a rank could wait in Gloo's for ever, for a thread that waits
-for the GIL. Seen under hpc.node in both turns tried, where a hand-written srun and torchrun ended; so this hides a fault
-that scripts still meet.
+destructors, which the time does not include: with torch 2.13 a rank could wait for ever in Gloo's, for a thread that waits
+for the GIL. hpc.node now keeps that from happening in forked workers; fresh interpreters of any launcher may still meet it.
 """
 
 import os
