@@ -59,10 +59,16 @@ class Ranks:
         stagger_s: float = 0.0,
         kill_after_s: float | None = None,
         patience_s: float = 10.0,
+        notice: str = "",
+        notice_file: str = "",
     ) -> Trial:
-        """Start the ranks in `folder`; `patience_s` after the first failure the others are killed."""
+        """Start the ranks in `folder`; `patience_s` after the first failure the others are killed.
+
+        `notice`: signals ("USR2 TERM") that each rank gets as soon as there is a file `notice_file` in `folder`.
+        """
         order: dict[str, Any] = {"folder": str(folder), "arguments": arguments, "ranks": ranks, "nodes": nodes}
         order |= {"env": env or {}, "stagger_s": stagger_s, "kill_after_s": kill_after_s, "patience_s": patience_s}
+        order |= {"notice": notice.split(), "notice_file": notice_file}
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(order), file=self._server.stdin, flush=True)
         answer = json.loads(self._server.stdout.readline())
@@ -100,7 +106,12 @@ def run(order: dict[str, Any]) -> list[int]:
     deadline = time.monotonic() + 120
     if order["kill_after_s"] is not None:
         deadline = time.monotonic() + order["kill_after_s"]
+    notices = [signal.Signals[f"SIG{name}"] for name in order["notice"]]
     while children:
+        if notices and (Path(order["folder"]) / order["notice_file"]).exists():
+            for child in children:
+                os.kill(child, notices[0])
+            del notices[0]
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             code = os.waitstatus_to_exitcode(status)

@@ -11,12 +11,16 @@ import importlib
 import logging
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hpc.train import notice
+
+if __name__ == "__main__":
+    notice.listen()  # before torch is imported, which takes seconds
 
 import torch.distributed
 
@@ -28,30 +32,38 @@ from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, new_run_i
 from hpc.train.distributed import RankZeroFailed, World, connect
 from hpc.train.errorfile import ErrorFile
 from hpc.train.job import TrainingJob
+from hpc.train.loader import end_workers
 from hpc.train.loop import Outcome, train
 from hpc.train.progress import Progress, duration, figure, progress_for
+from hpc.train.stop import Stop
 
 DOOR = "hpc.train"
 log = logging.getLogger("hpc.train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns the exit code. Safe to call in a forked child: importing this module starts nothing."""
+    """Train; returns the exit code. Safe to call in a forked child: importing this module starts nothing.
+
+    75 (exitcodes.WANTS_ANOTHER_ATTEMPT) on every rank when a notice stopped the run before its end.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     _become_agent_in_a_bare_task(words)
     if os.environ.get(WORKDIR_VARIABLE):
         os.chdir(os.environ[WORKDIR_VARIABLE])
+    notices = notice.listen()
     rank = int(os.environ["RANK"]) if os.environ.get("RANK", "").isdigit() else 0
     errors = ErrorFile(rank)
     progress = progress_for(rank, os.environ.get("HPC_TERMINAL") == "1" or sys.stdout.isatty())
     _log_through(progress)
     try:
         loaded = _configuration(words)
+        notices.configure(loaded.config.slurm, loaded.config.launch)
         from_environ()
         job = _load_job(loaded)
         with connect(loaded.config.train, loaded.config.launch.rendezvous_timeout_s) as world:
             try:
-                _run(job, loaded, world, progress)
+                with Stop(notices, world.rank, world.size, world.store) as stop:
+                    return _run(job, loaded, world, progress, stop)
             except BaseException as error:
                 errors.note(error)
                 raise
@@ -62,10 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.note(error)
         progress.close()
         return report(DOOR, error)
-    except KeyboardInterrupt:
-        progress.close()
-        print(f"{DOOR}: interrupted", file=sys.stderr, flush=True)
-        return 128 + signal.SIGINT
     except Exception as error:
         errors.note(error)
         progress.close()
@@ -73,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         return exitcodes.FAILED
-    return exitcodes.DONE
+    finally:
+        end_workers()
 
 
 def _become_agent_in_a_bare_task(words: Sequence[str]) -> None:
@@ -131,15 +140,16 @@ def _load_job(loaded: Loaded) -> TrainingJob:
     return job
 
 
-def _run(job: TrainingJob, loaded: Loaded, world: World, progress: Progress) -> None:
+def _run(job: TrainingJob, loaded: Loaded, world: World, progress: Progress, stop: Stop) -> int:
     run = RunDirectory(Path(world.on_rank_zero(lambda: str(_run_directory(loaded).path))))
     if world.is_rank_zero:
         backend = torch.distributed.get_backend() if world.size > 1 else "no process group"
         ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
         log.info("%s: %s on %s (%s); run %s", loaded.config.job, ranks, world.device.type, backend, _shown(run.path))
-    outcome = train(job, loaded.config.train, world, run, progress)
+    outcome = train(job, loaded.config.train, world, run, progress, stop)
     if world.is_rank_zero:
-        progress.line(_last_line(outcome))
+        progress.line(_last_line(outcome) if outcome.stopped_at is None else _stop_line(outcome, stop, run))
+    return exitcodes.DONE if outcome.stopped_at is None else exitcodes.WANTS_ANOTHER_ATTEMPT
 
 
 def _run_directory(loaded: Loaded) -> RunDirectory:
@@ -166,7 +176,16 @@ def _last_line(outcome: Outcome) -> str:
     if outcome.metrics:
         figures = ", ".join(figure(name, value) for name, value in outcome.metrics.items())
         text += f", {figures} on {outcome.held_out} held-out samples"
-    return f"{text}; checkpoint {_shown(outcome.checkpoint)}"
+    return f"{text}; checkpoint {_shown(outcome.checkpoint)}" if outcome.checkpoint else text
+
+
+def _stop_line(outcome: Outcome, stop: Stop, run: RunDirectory) -> str:
+    """Where a notice stopped the run: "stopped at step 41 on notice (SIGTERM): checkpoint runs/..."."""
+    kept = f"checkpoint {_shown(outcome.checkpoint)}" if outcome.checkpoint else "no step was made, so no checkpoint"
+    text = f"stopped at step {outcome.stopped_at} on notice ({stop.reason}): {kept}"
+    if stop.reason == "SIGINT":
+        text += f"; the same command with run_dir={_shown(run.path)} goes on from there"
+    return text
 
 
 def _shown(path: Path) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ from hpc.train.sampler import SampleKey
 
 MOST_WORKERS = 8
 """More data-loader processes per rank seldom help, and each costs memory and start-up time."""
+
+_FOR_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class KeyedDataset(Dataset[Any]):
@@ -66,20 +72,42 @@ def make_loader(
         num_workers=workers,
         persistent_workers=persistent and workers > 0,
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=prepare_worker if workers else None,
+        worker_init_fn=partial(prepare_worker, os.getpid()) if workers else None,
         pin_memory=world.device.type == "cuda",
         generator=torch.Generator().manual_seed(config.seed),
     )
 
 
-def prepare_worker(worker: int) -> None:
+def begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's batches. Its processes are born deaf, so that no signal can kill one before it is prepared."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def prepare_worker(rank_process: int, worker: int) -> None:
     """What a data-loader process does first: signals that are meant for its rank are not its business.
 
-    A terminal's interrupt and a notice of the scheduler reach the whole process group; the rank decides, and ends its
-    data-loader processes itself. SIGTERM keeps its default: it is how the rank ends them.
+    A terminal's interrupt and a notice of the scheduler reach the whole process group, and the rank decides. So the
+    process ignores even SIGTERM; the kernel kills it when its rank ends, however that ends, and `end_workers` before.
+    Source: prctl(2), PR_SET_PDEATHSIG.
     """
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _FOR_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != rank_process:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_workers() -> None:
+    """Kill what data-loader processes are left; without it one that hangs in a sample would keep its rank from ending."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would raise
+    for child in multiprocessing.active_children():
+        if child.daemon:  # Python would end these too, but by a SIGTERM that they ignore, and wait for them
+            child.kill()
 
 
 def set_threads_and_workers(config: TrainConfig, world: World, environ: Mapping[str, str] | None = None) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -22,11 +21,14 @@ from hpc.schema import TrainConfig
 from hpc.train import checkpoint, randomness, strategy
 from hpc.train.checkpoint import Checkpoints
 from hpc.train.distributed import World
+from hpc.train.evaluation import evaluate
 from hpc.train.job import TrainingJob
-from hpc.train.loader import make_loader, set_threads_and_workers, to_device
+from hpc.train.loader import begin, end_workers, make_loader, set_threads_and_workers, to_device
 from hpc.train.metrics import Metrics
+from hpc.train.precision import autocast
 from hpc.train.progress import Progress, figure
-from hpc.train.sampler import EpochSampler, MicroBatch, ShareSampler
+from hpc.train.sampler import EpochSampler, MicroBatch
+from hpc.train.stop import Stop
 
 log = logging.getLogger("hpc.train")
 
@@ -42,14 +44,19 @@ class Position:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run reached. `seconds` and `steps` of this attempt alone; `metrics` over all held-out samples."""
+    """What a run reached. `seconds` and `steps` of this attempt alone; `metrics` over all held-out samples.
+
+    `stopped_at`: the step that a notice stopped it after; None when it went to its end. `checkpoint`: None when it was
+    stopped before there was one.
+    """
 
     total_steps: int
     steps: int
     seconds: float
     metrics: Mapping[str, float]
     held_out: int
-    checkpoint: Path
+    checkpoint: Path | None
+    stopped_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,17 +84,25 @@ class Parts:
     scaler: torch.amp.GradScaler
 
 
-def train(job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory, progress: Progress) -> Outcome:
+def train(
+    job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory, progress: Progress, stop: Stop
+) -> Outcome:
     """Train a job to its end, from its newest whole checkpoint on if there is one. Every rank calls this.
+
+    A notice that `stop` has heard ends it earlier, with a checkpoint of the step that it has come to.
 
     Raises:
         ConfigError: settings that do not fit the data, the model or the number of ranks.
         EnvironmentMismatch: ranks that see different data.
         CheckpointError: a checkpoint that cannot be written, or none that can be read though there are some.
     """
+    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints)
+    if stop.here():
+        return _not_begun(checkpoints, world)
     randomness.seed_all(config.seed)
     data = _take_data(job, config, world)
-    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints)
+    if stop.here():
+        return _not_begun(checkpoints, world)
     newest = world.on_rank_zero(lambda: _newest(checkpoints))
     saved = None if newest is None else checkpoint.read(newest)
     position = _position(saved[1], data.sampler, config) if saved else Position()
@@ -103,10 +118,12 @@ def train(job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory
     metrics = Metrics(run) if world.is_rank_zero else None
     if metrics is not None:
         metrics.rewind(position.step)
-    loop = Loop(job, config, world, data, parts, checkpoints, metrics, progress, position, total)
+    loop = Loop(job, config, world, data, parts, checkpoints, metrics, progress, stop, position, total)
     try:
         return loop.run()
     finally:
+        if position.step < total:
+            end_workers()  # torch would wait five seconds for each that hangs
         progress.close()
         if metrics is not None:
             metrics.close()
@@ -125,6 +142,7 @@ class Loop:
         checkpoints: Checkpoints,
         metrics: Metrics | None,
         progress: Progress,
+        stop: Stop,
         position: Position,
         total: int,
     ) -> None:
@@ -136,6 +154,8 @@ class Loop:
         self.checkpoints = checkpoints
         self.metrics = metrics
         self.progress = progress
+        self.stop = stop
+        self.stopped = False
         self.position = position
         self.total = total
         self.results: dict[str, float] = {}
@@ -145,17 +165,21 @@ class Loop:
         self._trainable = [p for p in parts.model.parameters() if p.requires_grad]
         self._loss = torch.zeros((), device=world.device)
         self._speed = Speed()
+        self._saved_at = position.step  # where a checkpoint stands; at 0 there is nothing to save
 
     def run(self) -> Outcome:
-        """Go on from the position to the last step, save, evaluate."""
+        """Go on from the position to the last step or the agreed stop, save, evaluate."""
         began, first = time.monotonic(), self.position.step
-        if first > 0 and self._evaluation_due():
+        self._stop_if_agreed()
+        if first > 0 and self._evaluation_due() and not self.stopped:
             self._evaluate_unless_noted()
         if first < self.total:
             self.progress.begin(first, self.total)
         self._speed.restart()
-        while self.position.step < self.total:
+        while self.position.step < self.total and not self.stopped:
             self._epoch()
+        if self._saved_at != self.position.step:
+            self._save()
         self.world.barrier()
         return Outcome(
             total_steps=self.total,
@@ -163,18 +187,24 @@ class Loop:
             seconds=time.monotonic() - began,
             metrics=self.results,
             held_out=self.data.held_out_samples,
-            checkpoint=self.checkpoints.path(self.total),
+            checkpoint=self.checkpoints.path(self.position.step) if self.position.step else None,
+            stopped_at=self.position.step if self.stopped else None,
         )
+
+    def _stop_if_agreed(self) -> None:
+        """A point where all ranks may stop. After the last step there is none: a run that is finished is finished."""
+        if self.position.step < self.total and not self.stopped:
+            self.stopped = self.stop.here()
 
     def _epoch(self) -> None:
         """The steps that are left of the current epoch, or until the last step of the run."""
         sampler = self.data.sampler
         sampler.set_epoch(self.position.epoch, self.position.samples)
-        for micro, batch in zip(sampler.micro_batches(), self._loader, strict=True):
+        for micro, batch in zip(sampler.micro_batches(), begin(self._loader), strict=True):
             self._backward(micro, to_device(batch, self.world.device))
             if micro.last:
                 self._step(micro.step_samples)
-                if self.position.step == self.total:
+                if self.position.step == self.total or self.stopped:
                     return
 
     def _backward(self, micro: MicroBatch, batch: Any) -> None:
@@ -207,6 +237,7 @@ class Loop:
             self._log(samples, rate)
         self.progress.step(self.position.step)
         self._save_and_evaluate()
+        self._stop_if_agreed()
 
     def _advance(self, samples: int) -> None:
         position = self.position
@@ -247,6 +278,7 @@ class Loop:
 
     def _save(self) -> None:
         """Write a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
+        self._saved_at = self.position.step
         generators = self.world.gather(randomness.capture(self.world.device))
         if generators is None:
             return
@@ -278,29 +310,23 @@ class Loop:
             self.results = {name: value for name, value in noted.items() if name != "samples"}
 
     def _evaluate(self) -> None:
-        """Evaluate the job's own model, not the wrapped one, on every rank: so nothing in it can wait for a rank."""
-        model, world, held_out = self.parts.model, self.world, self.data.held_out
-        assert held_out is not None
-        world.broadcast_tensors(model.buffers())  # BatchNorm's statistics differ between ranks until DDP's next step
-        training = [module for module in model.modules() if module.training]
-        size = max(1, -(-self.data.sampler.micro_size // world.size))
-        shares = ShareSampler(_length(held_out), batch_size=size, rank=world.rank, ranks=world.size)
-        sums: dict[str, Tensor] = {}
-        with randomness.set_aside(world.device, self.config.seed), torch.no_grad():
-            loader = make_loader(
-                self.job, held_out, shares, self.config, world, workers=self.data.workers, persistent=False
-            )
-            model.eval()
-            for batch in loader:
-                with autocast(self.config, world):
-                    results = self.job.evaluate(model, to_device(batch, world.device))
-                for name, pair in results.items():
-                    exact = [torch.as_tensor(number, dtype=torch.float64, device=world.device) for number in pair]
-                    both = torch.stack(exact)  # [sum, count]
-                    sums[name] = sums[name] + both if name in sums else both
-        for module in training:
-            module.training = True
-        self.results = _averages(world.all_gather({name: both.tolist() for name, both in sums.items()}))
+        """Evaluate now; a stop in the middle leaves it to the next attempt. After the last step it is not stopped."""
+        assert self.data.held_out is not None
+        unfinished = self.position.step < self.total
+        results = evaluate(
+            self.job,
+            self.parts.model,
+            self.data.held_out,
+            self.config,
+            self.world,
+            batch_size=max(1, -(-self.data.sampler.micro_size // self.world.size)),
+            workers=self.data.workers,
+            stop=self.stop.here if unfinished else lambda: False,
+        )
+        if results is None:
+            self.stopped = True
+            return
+        self.results = results
         if self.metrics is not None:
             epoch = self._epoch_of_step()
             text = ", ".join(figure(name, value) for name, value in self.results.items())
@@ -328,14 +354,6 @@ class Speed:
         if seconds > 10:
             self.restart()
         return speed
-
-
-def autocast(config: TrainConfig, world: World) -> AbstractContextManager[Any]:
-    """Mixed precision around forward and loss, as configured."""
-    if config.precision == "fp32":
-        return nullcontext()
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float16
-    return torch.autocast(world.device.type, dtype=dtype)
 
 
 def _take_data(job: TrainingJob, config: TrainConfig, world: World) -> Data:
@@ -395,6 +413,14 @@ def _make_parts(
     return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler)
 
 
+def _not_begun(checkpoints: Checkpoints, world: World) -> Outcome:
+    """Stopped before the first step of this attempt: the checkpoints are as they were."""
+    steps = world.on_rank_zero(checkpoints.steps)
+    at = steps[-1] if steps else 0
+    newest = checkpoints.path(at) if steps else None
+    return Outcome(at, 0, 0.0, {}, 0, newest, stopped_at=at)
+
+
 def _newest(checkpoints: Checkpoints) -> Path | None:
     checkpoints.prepare()
     return checkpoints.newest()
@@ -432,17 +458,6 @@ def _restore_randomness(trainer: Mapping[str, Any], config: TrainConfig, world: 
         return
     log.debug("the checkpoint is of %d ranks, now there are %d: new random streams", len(generators), world.size)
     randomness.seed_all(config.seed + position.step, 1 + world.rank)
-
-
-def _averages(parts: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Sum over count for each metric, from the ranks' sums and counts; no samples give NaN."""
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    averages = {}
-    for name in names:
-        pairs = [part[name] for part in parts if name in part]
-        total, count = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-        averages[name] = total / count if count else float("nan")
-    return averages
 
 
 def _length(samples: Dataset[Any]) -> int:

@@ -23,9 +23,20 @@ class Config:
     folder: str = ""
     """Where each rank notes the ids of the samples it saw."""
     trouble: str = ""
-    """"exit", "raise", "sleep", "signal" or "argue": what happens in the step `trouble_step` of rank `trouble_rank`."""
+    """"exit", "raise", "sleep", "signal", "notice USR2 TERM" (this process signals itself, 0.2 s apart), or "group TERM"
+    (the same to its process group, which is its own): what happens in the step `trouble_step` of rank `trouble_rank`."""
     trouble_step: int = 0
+    """Counted from 1 in each process: calls of the loss, or of what `trouble_at` says."""
     trouble_rank: int = 0
+    """-1: all ranks."""
+    trouble_at: str = "loss"
+    """"loss", "evaluate", "data" (training data is made) or "sync" (a file of a checkpoint is synced)."""
+    slow_after_s: float = 0.0
+    """How long each step and evaluation batch takes longer from the moment of the trouble on, on all ranks."""
+    slow_elsewhere_s: float = 0.0
+    """How long each step takes longer on ranks other than `trouble_rank`."""
+    stuck_sample: int = -1
+    """A sample that takes ten minutes to load; the process that loads it leaves its id in stuck.pid."""
     slow_sync_s: float = 0.0
     """How long each fsync of a checkpoint takes longer."""
     only_zero_makes_folders: bool = False

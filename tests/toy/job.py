@@ -26,14 +26,18 @@ FEATURES = 6
 class Numbers(Dataset[Any]):
     """Sample i: features [6] that depend on i, a target, and i itself."""
 
-    def __init__(self, samples: int, noise: float = 0.0) -> None:
+    def __init__(self, samples: int, noise: float = 0.0, stuck: int = -1) -> None:
         self.samples = samples
         self.noise = noise
+        self.stuck = stuck
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        if index == self.stuck:
+            Path("stuck.pid").write_text(str(os.getpid()))
+            time.sleep(600)
         features = torch.sin(torch.arange(1, FEATURES + 1) * (index + 1.0))
         if self.noise:
             features = features + self.noise * torch.randn(FEATURES)
@@ -61,10 +65,18 @@ class Job(TrainingJob):
     def __init__(self, parameters: Any, train: Any) -> None:
         super().__init__(parameters, train)
         self.rank = int(os.environ.get("RANK", "0"))
-        self.step = 0
-        if parameters.slow_sync_s:
+        self.counts: dict[str, int] = {}
+        if parameters.trouble.startswith("group"):
+            os.setsid()
+        if parameters.slow_sync_s or parameters.trouble_at == "sync":
             sync = os.fsync
-            os.fsync = lambda descriptor: (time.sleep(parameters.slow_sync_s), sync(descriptor))[1]
+
+            def fsync(descriptor: int) -> None:
+                self.passing("sync")
+                time.sleep(parameters.slow_sync_s)
+                sync(descriptor)
+
+            os.fsync = fsync
         if parameters.only_zero_makes_folders and self.rank > 0:
             os.mkdir = refuse_folder
             os.path.isdir = lambda path: False
@@ -72,8 +84,21 @@ class Job(TrainingJob):
     def model(self) -> nn.Module:
         return Net(self.parameters)
 
+    def passing(self, place: str) -> None:
+        """Trouble, when this is its place and time; from then on it is slow here."""
+        parameters, count = self.parameters, self.counts.get(place, 0) + 1
+        self.counts[place] = count
+        if parameters.trouble_at == place and count == parameters.trouble_step:
+            if parameters.trouble_rank in (self.rank, -1):
+                make_trouble(parameters.trouble)
+        if parameters.slow_after_s and self.counts.get(parameters.trouble_at, 0) >= parameters.trouble_step:
+            time.sleep(parameters.slow_after_s)
+        if parameters.slow_elsewhere_s and place == "loss" and self.rank != parameters.trouble_rank:
+            time.sleep(parameters.slow_elsewhere_s)
+
     def train_data(self) -> Dataset[Any]:
-        return Numbers(self.parameters.samples, self.parameters.noise)
+        self.passing("data")
+        return Numbers(self.parameters.samples, self.parameters.noise, self.parameters.stuck_sample)
 
     def eval_data(self) -> Dataset[Any] | None:
         return Numbers(self.parameters.held_out) if self.parameters.held_out else None
@@ -88,16 +113,15 @@ class Job(TrainingJob):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         features, targets, ids = batch
-        self.step += 1
         if self.parameters.folder:
             with open(Path(self.parameters.folder) / f"ids-{self.rank}.jsonl", "a") as stream:
                 print(json.dumps(ids.tolist()), file=stream)
-        if self.step == self.parameters.trouble_step and self.rank == self.parameters.trouble_rank:
-            make_trouble(self.parameters.trouble)
+        self.passing("loss")
         return functional.mse_loss(model(features), targets)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         features, targets, ids = batch
+        self.passing("evaluate")
         error = functional.mse_loss(model(features), targets, reduction="sum")
         return {"mean_id": (ids.sum(), len(ids)), "error": (error, len(ids))}
 
@@ -107,6 +131,13 @@ def refuse_folder(path: str, *_: object, **__: object) -> None:
 
 
 def make_trouble(kind: str) -> None:
+    kind, *names = kind.split()
+    for number, name in enumerate(names):
+        time.sleep(0.2 if number else 0.0)
+        target = 0 if kind == "group" else os.getpid()
+        os.kill(target, signal.Signals[f"SIG{name}"])
+    if kind in ("notice", "group"):
+        return
     if kind == "exit":
         os._exit(41)
     elif kind == "raise":
