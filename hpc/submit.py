@@ -19,7 +19,6 @@ from hpc.errors import HpcError, UsageError, printable, report
 
 if TYPE_CHECKING:
     from hpc.config import Loaded
-    from hpc.login.script import ScriptWriter
     from hpc.login.submission import Sent
 
 DOOR = "hpc.submit"
@@ -71,23 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"both a job ({job}) and a command (after --) are given; leave one out")
         if cut == len(words) - 1:
             raise UsageError("nothing follows --; a script and its arguments were needed")
-        from hpc.login.script import ScriptWriter
+        loaded = _load(asked, job, overrides, words[cut + 1 :])
+        if loaded.config.command:
+            from hpc.command import check  # late: a job needs none of it
 
-        with ScriptWriter(ahead=not asked.local) as writer:
-            loaded = _load(asked, job, overrides, words[cut + 1 :])
-            if loaded.config.command:
-                from hpc.command import check  # late: a job needs none of it
+            check(loaded.config.command)
+        if asked.dry_run:
+            return _print_plan(loaded)
+        from hpc.login import submission
 
-                check(loaded.config.command)
-            if asked.dry_run:
-                return _print_plan(loaded, writer)
-            from hpc.login import submission
-
-            if asked.local:
-                submission.run_here(loaded)
-            if asked.follow and "array" in loaded.config.slurm.extra:
-                raise UsageError("--follow follows one job, not the elements of an array; leave it out")
-            sent = submission.send(loaded, writer)
+        if asked.local:
+            submission.run_here(loaded)
+        if asked.follow and "array" in loaded.config.slurm.extra:
+            raise UsageError("--follow follows one job, not the elements of an array; leave it out")
+        sent = submission.send(loaded)
         _print_sent(sent)
         if not asked.follow:
             return 0
@@ -146,13 +142,13 @@ def _load(asked: argparse.Namespace, job: str | None, overrides: list[str], comm
     return load(job=job, command=command, files=files, overrides=overrides, flags=_given(asked))
 
 
-def _print_plan(loaded: Loaded, writer: ScriptWriter) -> int:
+def _print_plan(loaded: Loaded) -> int:
     """Print the batch script and, as a here-document that does nothing, the merged configuration: one valid script."""
-    from hpc.login import submission
+    from hpc.login import submission, submitter
     from hpc.login.inherited import without_outer_job
 
     plan = submission.preview(loaded)
-    print(writer.render(plan.script()))
+    print(submitter.render(plan))
     print("# Not part of the script: the run's merged configuration")
     print(f": <<'config.yaml'\n{plan.config_yaml.rstrip()}\nconfig.yaml", flush=True)
     for note in (*plan.notes, *without_outer_job(os.environ, keep_gpus=False).warnings):

@@ -13,8 +13,8 @@ import pytest
 
 from hpc import config
 from hpc.errors import UsageError
-from hpc.login import submitter
 from hpc.login.plan import Place, Plan, make_plan
+from hpc.login.submitter import render
 
 PLACE = Place(run_dir=Path("/runs/digits-1"), workdir=Path("/work"), python="/usr/bin/python3")
 WHERE = {"toolkit": Path("/toolkit"), "code": Path("/runs/digits-1/code")}
@@ -23,10 +23,6 @@ WHERE = {"toolkit": Path("/toolkit"), "code": Path("/runs/digits-1/code")}
 def plan(*overrides: str, place: Place = PLACE, **flags: str) -> Plan:
     given = {f"slurm.{name}": value for name, value in flags.items()}
     return make_plan(config.load(overrides=overrides, flags=given, site=False), place)
-
-
-def render(plan: Plan) -> str:
-    return submitter.render(plan.script())
 
 
 def directives(script: str) -> dict[str, str | None]:

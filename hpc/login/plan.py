@@ -14,7 +14,6 @@ from pathlib import Path
 from hpc import exitcodes
 from hpc.config import Loaded
 from hpc.errors import ConfigError, UsageError, printable
-from hpc.login.script import Script
 from hpc.quantities import gpu_request
 from hpc.rundir import run_name
 from hpc.schema import Config, SlurmConfig
@@ -57,10 +56,6 @@ class Plan:
     @property
     def run_dir(self) -> Path:
         return self.place.run_dir
-
-    def script(self) -> Script:
-        """The batch script that is to be written."""
-        return Script(run_dir=str(self.run_dir), directives=self.directives, setup=self.setup_lines(), argv=self.argv)
 
     def setup_lines(self) -> list[str]:
         """The part of the batch script between the directives and the command: bash, one command per line."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +18,6 @@ from hpc.errors import SlurmCommandError, SubmissionError, UsageError, printable
 from hpc.login import delivery
 from hpc.login.inherited import without_outer_job
 from hpc.login.plan import Place, Plan, make_plan, output_file
-from hpc.login.script import ScriptWriter
 from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private
 
 
@@ -69,7 +69,7 @@ def preview(loaded: Loaded) -> Plan:
     return make_plan(loaded, _place(loaded, run_dir, run_dir / "code", manifest))
 
 
-def send(loaded: Loaded, writer: ScriptWriter) -> Sent:
+def send(loaded: Loaded) -> Sent:
     """Make the run directory, copy the code, write the script and submit it.
 
     Raises:
@@ -91,7 +91,7 @@ def send(loaded: Loaded, writer: ScriptWriter) -> Sent:
         )
     made = _make_directory(loaded)
     try:
-        plan, manifest = _prepare(loaded, made.directory, inherited.environ, writer)
+        plan, manifest = _prepare(loaded, made.directory, inherited.environ)
         job_id = delivery.deliver(made.directory.job_script, inherited.environ)
     except SlurmCommandError:
         raise  # the job may be queued, and needs its directory
@@ -114,15 +114,20 @@ def send(loaded: Loaded, writer: ScriptWriter) -> Sent:
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
 
 
-def _prepare(
-    loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str], writer: ScriptWriter
-) -> tuple[Plan, snapshot.Manifest]:
-    """Copy the code, write configuration and script, and let the cluster test the request."""
+def _prepare(loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:
+    """Copy the code, write configuration and script, and let the cluster test the request.
+
+    The copy is made by a thread: it waits for git and the disk while submitit is imported.
+    """
     destination, workdir = _free_name(directory.code), Path(os.getcwd())
-    manifest = snapshot.take(workdir, destination)
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(snapshot.take, workdir, destination)
+        from hpc.login import submitter  # late: submitit takes longer to import than all refusals before it
+
+        manifest = copying.result()
     plan = make_plan(loaded, _place(loaded, directory.path, destination, manifest))
     write_private(directory.config_file, plan.config_yaml)
-    write_private(directory.job_script, writer.render(plan.script()))
+    write_private(directory.job_script, submitter.render(plan))
     slurm = loaded.config.slurm
     delivery.check(directory.job_script, environ, nodes=slurm.nodes, partition=slurm.partition)
     return plan, manifest

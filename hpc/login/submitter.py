@@ -1,4 +1,4 @@
-"""A script as the text of a batch script: the only place that knows submitit.
+"""The plan as a batch script, and its submission: the only place that knows submitit.
 
 submitit writes the script's directives and frame. Its own command, a Python process that unpickles a callable on the
 compute node, is replaced by one `exec` of the controller, so nothing is pickled at all.
@@ -10,7 +10,7 @@ import shlex
 
 import submitit
 
-from hpc.login.script import Script
+from hpc.login.plan import Plan
 
 _SUBMITITS_OWN = {"job_name", "partition", "time", "nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node"} | {
     "qos", "mem", "mem_per_gpu", "mem_per_cpu", "constraint", "exclude", "account", "gres", "nodelist"
@@ -19,16 +19,16 @@ _SUBMITITS_OWN = {"job_name", "partition", "time", "nodes", "ntasks_per_node", "
 
 
 class BatchExecutor(submitit.SlurmExecutor):
-    """submitit's executor for one script."""
+    """submitit's executor for one plan."""
 
-    def __init__(self, script: Script) -> None:
-        super().__init__(script.run_dir, python=f"exec {shlex.quote(script.argv[0])}")
-        self.script = script
-        directives = {key.replace("-", "_"): _for_sbatch(value) for key, value in script.directives}
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.run_dir, python=f"exec {shlex.quote(plan.argv[0])}")
+        self.plan = plan
+        directives = {key.replace("-", "_"): _for_sbatch(value) for key, value in plan.directives}
         own = {key: directives.pop(key) for key in _SUBMITITS_OWN & directives.keys()}
         self.update_parameters(
             **{"time": None, "wckey": None, **own},  # 5 minutes and a key "submitit", unless asked for
-            setup=list(script.setup),
+            setup=plan.setup_lines(),
             stderr_to_stdout=True,
             use_srun=False,
             additional_parameters={key.replace("_", "-"): value for key, value in directives.items()},
@@ -41,12 +41,12 @@ class BatchExecutor(submitit.SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} {shlex.join(self.script.argv[1:])}"
+        return f"{self.python} {shlex.join(self.plan.argv[1:])}"
 
 
-def render(script: Script) -> str:
+def render(plan: Plan) -> str:
     """The whole batch script, as sbatch will read it."""
-    executor = BatchExecutor(script)
+    executor = BatchExecutor(plan)
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
