@@ -60,8 +60,8 @@ def first_step(bench: Bench, nodes: int, workers: int, goal: float) -> Iterator[
     if "ours" in seconds:
         floor = statistics.median(seconds["one-import"])
         reason = (
-            f"of our time {statistics.median(seconds['srun-alone']):.2f} s is an empty srun and {floor:.2f} s (srun included) "
-            f"one task per node that only imports what DDP needs: no launcher can be below"
+            f"an empty srun takes {statistics.median(seconds['srun-alone']):.2f} s, and one task per node that only imports what "
+            f"DDP needs {floor:.2f} s on one core; the rivals' imports use all cores of the node"
         )
         for rival, name in RIVAL_NAMES.items():
             yield compared(what, name, seconds["ours"], seconds[rival], goal, reason)
