@@ -110,11 +110,14 @@ def test_q02_q06_a_notice_to_the_batch_script_alone_reaches_the_program(tmp_path
 
 @pytest.mark.slow
 def test_q08_a_command_that_knows_no_notice_is_requeued_at_the_limit(tmp_path: Path) -> None:
-    job = Controller(tmp_path, "--", "sh", "-c", "echo ready; exec sleep 60")
+    job = Controller(tmp_path, "--", "sh", "-c", "echo re''ady; exec sleep 60")
     job.wait_for("ready")
-    time.sleep(0.3)
-    job.process.send_signal(signal.SIGUSR2)
+    job.process.send_signal(signal.SIGUSR2)  # the warning: nobody in there knows what it means, so it goes on
+    time.sleep(1.0)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGTERM)  # the limit
     assert job.ends() == 75 and len(job.requeues()) == 1
+    assert "ended by SIGUSR2 without a save of its own; job 7 is back in the queue" in job.text
 
 
 @pytest.mark.slow
