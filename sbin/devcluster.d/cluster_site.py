@@ -59,6 +59,11 @@ class Site:
         return Path("/var/lib/hpc-devcluster" + (f"-{self.number}" if self.number else ""))
 
     @property
+    def venv(self) -> Path:
+        """The virtual environment of the jobs, one for all clusters of the machine."""
+        return Site(0).state / "venv"
+
+    @property
     def cluster_name(self) -> str:
         return f"hpcdev{self.number}"
 

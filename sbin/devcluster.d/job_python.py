@@ -27,7 +27,7 @@ def known(site: Site, environment: Mapping[str, str]) -> Path | None:
         if not os.access(f"{chosen}/bin/python", os.X_OK):
             raise DevclusterError(f"HPC_DEVCLUSTER_VENV={chosen}: there is no bin/python in it; unset it or make it")
         return Path(chosen)
-    made = site.state / "venv"
+    made = site.venv
     return made if (made / "complete").exists() else None
 
 

@@ -7,6 +7,8 @@ namespace that it lives in; never by its name.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pwd
@@ -28,6 +30,15 @@ _RECORD_AND_BECOME = (
 )
 _FAKE_GPU = os.makedev(1, 3)  # what /dev/null is: it opens, so a process that holds it can be found
 _HOSTS = Path("/etc/hosts")
+SHARED_LOCK = Path("/run/hpcdev.lock")
+
+
+@contextlib.contextmanager
+def to_itself() -> Iterator[None]:
+    """What all clusters of the machine share (packages, users, /etc/hosts, /run/netns) is changed by one at a time."""
+    with open(SHARED_LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def call(argv: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
@@ -57,11 +68,12 @@ def require_programs(packages: Mapping[str, str]) -> None:
     print(f"installing {wanted}", flush=True)
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-    try:
-        call(install, environment=quiet, timeout=600)
-    except DevclusterError:  # the package lists are old or were never fetched
-        call(["apt-get", "update", "-qq"], environment=quiet, timeout=300)
-        call(install, environment=quiet, timeout=600)
+    with to_itself():
+        try:
+            call(install, environment=quiet, timeout=600)
+        except DevclusterError:  # the package lists are old or were never fetched
+            call(["apt-get", "update", "-qq"], environment=quiet, timeout=300)
+            call(install, environment=quiet, timeout=600)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -220,7 +232,8 @@ def ensure_cable(node: Node) -> None:
     """The node's namespace exists and its cable is plugged in."""
     if not _is_namespace(node):
         node.namespace_path.unlink(missing_ok=True)  # an empty file: `ip netns add` was killed half-way
-        call(["ip", "netns", "add", node.namespace])
+        with to_itself():
+            call(["ip", "netns", "add", node.namespace])
     inside = ["ip", "-n", node.namespace]
     links = {link["ifname"] for link in json.loads(call([*inside, "-json", "link", "show"]))}
     if node.cable not in _links() or "eth0" not in links:
@@ -261,10 +274,11 @@ def remove_namespace(node: Node) -> None:
 def close_namespace_folder() -> None:
     """Undo the mount that `ip netns add` made on /run/netns, once no namespace of anybody is left."""
     folder = Path("/run/netns")
-    if folder.is_dir() and not any(folder.iterdir()):
-        for _ in range(_mount_count(folder)):
-            call(["umount", str(folder)])
-        folder.rmdir()
+    with to_itself():
+        if folder.is_dir() and not any(folder.iterdir()):
+            for _ in range(_mount_count(folder)):
+                call(["umount", str(folder)])
+            folder.rmdir()
 
 
 def _mount_count(folder: Path) -> int:
@@ -277,10 +291,11 @@ def _mount_count(folder: Path) -> int:
 
 
 def ensure_user(name: str) -> pwd.struct_passwd:
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        call(["useradd", "--create-home", "--shell", "/bin/bash", name])
+    with to_itself():
+        try:
+            pwd.getpwnam(name)
+        except KeyError:
+            call(["useradd", "--create-home", "--shell", "/bin/bash", name])
     user = pwd.getpwnam(name)
     home = Path(user.pw_dir)
     if stat.S_IMODE(home.stat().st_mode) & 0o055 != 0o055:
@@ -290,6 +305,11 @@ def ensure_user(name: str) -> pwd.struct_passwd:
 
 def write_hosts(site: Site, nodes: Sequence[Node]) -> None:
     """Exactly these nodes stand between our markers in /etc/hosts; with none, the markers go too."""
+    with to_itself():
+        _write_hosts(site, nodes)
+
+
+def _write_hosts(site: Site, nodes: Sequence[Node]) -> None:
     begin, end = f"# begin {site.cluster_name} (sbin/devcluster)", f"# end {site.cluster_name}"
     old = _HOSTS.read_text()
     kept: list[str] = []

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "sbin" / "devcluster.d"))
 
+import machine  # noqa: E402, F401
 from cluster_site import SYSTEM_PATH, USERS, Shape, Site  # noqa: E402
 
 FIRST_USER, SECOND_USER = USERS
