@@ -28,6 +28,17 @@ FINAL_STATES = {
 _WHOLE_LINE = ("Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment", "Dependency")
 
 
+def usual_number() -> int:
+    """The cluster of this process: the one that people use, or 1, 2, ... where tests run side by side (pytest -n)."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    return Site.from_environment(os.environ).number if worker is None else 1 + int(worker.removeprefix("gw"))
+
+
+def spare_number() -> int:
+    """The cluster that tests of this process may break: 9, 8, ..."""
+    return 9 - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 @dataclass(frozen=True)
 class Process:
     """One process that lives on a node."""

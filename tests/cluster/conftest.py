@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_rig import FIRST_USER, SYSTEM_PATH, Rig, Site, make_clone, python_for_jobs
+from cluster_rig import FIRST_USER, SYSTEM_PATH, Rig, make_clone, python_for_jobs, usual_number
 
 _HERE = Path(__file__).resolve().parent
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "ip", "nsenter", "unshare")
@@ -39,16 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
 
 
-def _number() -> int:
-    """The cluster of this process: the one that people use, or where tests run side by side (pytest -n) 1, 2, ..."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    return int(worker.removeprefix("gw")) + 1 if worker else Site.from_environment(os.environ).number
-
-
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Two nodes with four GPUs each, and a copy of this checkout in the ordinary user's home."""
-    rig = Rig(_number())
+    rig = Rig(usual_number())
     was_up = rig.site.saved_shape() is not None
     rig.devcluster("up", "--nodes", "2", "--gpus-per-node", "4", timeout=600)
     rig.python = python_for_jobs(rig)

@@ -1,4 +1,4 @@
-"""sbin/devcluster keeps its promises. These tests break things, so they have a cluster of their own (number 9)."""
+"""sbin/devcluster keeps its promises. These tests break things, so they have a cluster of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_rig import FIRST_USER, SECOND_USER, Rig, give_to, machine
-
-pytestmark = pytest.mark.xdist_group("cluster 9")  # one process runs them all
+from cluster_rig import FIRST_USER, SECOND_USER, Rig, give_to, machine, spare_number
 
 ALL_GPUS = ["--nodes=2", "--gpus-per-node=4"]
 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Rig]:
-    rig = Rig(9)
+    rig = Rig(spare_number())
     rig.devcluster("down")  # what a killed test session left
     rig.devcluster("up", "--nodes", "2", "--gpus-per-node", "4", timeout=600)
     rig.clone = rig.home() / f"devcluster test {os.getpid()}"

@@ -59,8 +59,9 @@ def places(text: str) -> list[list[str]]:
 
 
 def by_hand(cluster: Rig, folder: Path, *srun: str, script: str = "show.py") -> str:
-    """`srun ... python -m hpc.node -- script`, typed on the login node."""
-    argv = ["srun", *srun, cluster.python, "-m", "hpc.node", "--", script]
+    """`srun ... python -m hpc.node -- script`, typed on the login node; torch is imported only where the script does."""
+    fork = [] if script == "meet.py" else ["--no-fork"]
+    argv = ["srun", *srun, cluster.python, "-m", "hpc.node", *fork, "--", script]
     done = cluster.run(argv, cwd=folder, env=environ(cluster), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -191,7 +192,7 @@ def test_gpus_2_and_3_of_a_shared_node_are_devices_0_and_1(cluster: Rig, folder:
 
 
 def test_a_step_smaller_than_its_job(cluster: Rig, folder: Path) -> None:
-    srun = f"srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --gpus-per-node=4 '{cluster.python}' -m hpc.node -- show.py"
+    srun = f"srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --gpus-per-node=4 '{cluster.python}' -m hpc.node --no-fork -- show.py"
     (folder / "small.sh").write_text(f"#!/bin/bash\n{srun}\n")
     argv = [
         "sbatch",
