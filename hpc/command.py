@@ -31,6 +31,11 @@ class Target:
     name: str
     arguments: tuple[str, ...] = ()
 
+    @property
+    def is_training(self) -> bool:
+        """The training core itself: it takes SIGTERM as a notice from its first line on."""
+        return self.kind == "module" and self.name == "hpc.train"
+
     def argv(self, python: str) -> list[str]:
         """The command line that runs it in an interpreter or process of its own."""
         if self.kind == "program":

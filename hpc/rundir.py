@@ -27,6 +27,10 @@ from hpc.schema import Config
 
 RUN_DIR_VARIABLE = "HPC_RUN_DIR"
 ATTEMPT_VARIABLE = "HPC_ATTEMPT"
+RESTART_VARIABLE = "HPC_RESTART"
+"""Starts of the step in this allocation before the present one."""
+END_TIME_VARIABLE = "HPC_END_TIME"
+"""When the allocation ends, in seconds since 1970; unset when nobody knows."""
 WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 64 * 1024

@@ -416,6 +416,74 @@ def test_q04_usr1_and_usr2_reach_a_handler_and_hurt_nobody_without_one(step: Ste
     assert "[rank 0] heard [12]" in ended.stdout and "[rank 1] heard []" in ended.stdout
 
 
+SLOW = """
+import pathlib, time
+pathlib.Path("importing").touch()
+time.sleep(SECONDS)
+"""
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_sigterm_before_the_workers_ends_the_step_at_once_as_a_notice(step: Step) -> None:
+    (step.folder / "slow.py").write_text(SLOW.replace("SECONDS", "300"))
+    environ = {**run_dir_environ(step, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{step.folder}"}
+    agent = step.agent(environ, "--preload", "slow", "--", "train.py")
+    wait_for_file(step.folder / "importing")
+    step.look()
+    send(agent, signal.SIGTERM)
+    (ended,) = step.ends(30)
+    assert ended.code == 143 and "SIGTERM came before any worker was started" in ended.stderr
+    outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+    assert outcome["code"] == 143 and outcome["first"]["by_us"] is True
+    assert step.gone(5), step.left()
+
+
+def test_a_warning_before_the_workers_reaches_the_training_core(step: Step) -> None:
+    """It leaves without a step, whichever way its process was made."""
+    (step.folder / "slow.py").write_text(SLOW.replace("SECONDS", "1"))
+    environ = {**run_dir_environ(step, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{step.folder}"}
+    for number, fork in enumerate(([], ["--no-fork"])):
+        agent = step.agent(environ, *fork, "--workers-per-node", "2", "--preload", "slow", "jobs.digits")
+        if fork:
+            while "cores for 2 workers" not in step.text(number):  # nothing is preloaded: soon after this it forks
+                time.sleep(0.005)
+        else:
+            wait_for_file(step.folder / "importing")
+        send(agent, signal.SIGUSR2)
+        assert step.ends()[number].code == 75, step.text(number)
+        assert "stopped at step 0 on notice (SIGUSR2)" in step.text(number)
+
+
+def test_q04_a_warning_before_a_script_has_its_handler_is_kept_for_it(step: Step) -> None:
+    (step.folder / "slow.py").write_text(SLOW.replace("SECONDS", "1"))
+    (step.folder / "late.py").write_text(
+        "import signal, sys, time\ntime.sleep(1.5)\nsignal.signal(signal.SIGUSR2, lambda n, f: sys.exit(75))\n"
+        "time.sleep(60)\n"
+    )
+    environ = {**step_environ(0, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{step.folder}"}
+    agent = step.agent(environ, "--preload", "slow", "--", "late.py")
+    wait_for_file(step.folder / "importing")
+    send(agent, signal.SIGUSR2)
+    assert step.ends()[0].code == 75
+
+
+def test_a_rank_of_the_core_that_fails_takes_the_others_along_though_they_hear_notices(step: Step) -> None:
+    environ = {**run_dir_environ(step, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    arguments = ("toy", "samples=4000", "train.batch_size=8", "slow_elsewhere_s=60")
+    trouble = ("trouble=raise", "trouble_step=1", "trouble_rank=1")
+    step.agent(environ, "--workers-per-node", "2", *arguments, *trouble)
+    (ended,) = step.ends()
+    outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+    assert ended.code == 1 and outcome["first"]["rank"] == 1 and "bad batch 17" in outcome["first"]["message"]
+    assert "notice" not in step.text() and step.gone(5)
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(step: Step) -> None:
     (step.folder / "deaf.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(300)\n"

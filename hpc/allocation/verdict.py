@@ -33,17 +33,22 @@ class End:
     @property
     def exit_code(self) -> int:
         """The exit code of a job that ends with this."""
-        known = (exitcodes.UNAVAILABLE, exitcodes.BAD_ENVIRONMENT)
-        return self.code if not self.never_started or self.code in known else exitcodes.UNAVAILABLE
+        known = self.code in (exitcodes.UNAVAILABLE, exitcodes.BAD_ENVIRONMENT) or (self.first or {}).get("by_us")
+        return self.code if not self.never_started or known else exitcodes.UNAVAILABLE
 
 
 def read_end(folder: Path, code: int, *, started: bool) -> End:
-    """The end of the start whose outcome.json stands in the attempt's folder; `code` is srun's."""
-    try:
-        outcome = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        outcome = None
-    if not isinstance(outcome, dict):
+    """The end of the start whose outcome.json stands in the attempt's folder; `code` is srun's.
+
+    Of a start that came to no ranks, what a task had against it counts before what the others say: they were ended.
+    """
+    if not started:
+        refusals = [facts for path in folder.glob("error-task-*.json") if (facts := _facts(path)) is not None]
+        if refusals:
+            cause = min(refusals, key=lambda facts: float(facts.get("time") or 0.0))
+            return End(code=int(cause.get("code") or code), started=False, reported=True, first=cause)
+    outcome = _facts(folder / "outcome.json")
+    if outcome is None:
         return End(code=code, started=started, reported=False)
     first = outcome.get("first")
     return End(
@@ -53,6 +58,14 @@ def read_end(folder: Path, code: int, *, started: bool) -> End:
         first=first if isinstance(first, dict) else None,
         others=int(outcome.get("others", 0)),
     )
+
+
+def _facts(path: Path) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def complain(text: str) -> None:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
+
+from hpc.node import signals
+
+if __name__ == "__main__":
+    signals.listen()  # before all that takes time: a notice counts from here on
 
 from hpc.errors import EnvironmentMismatch, HpcError, UsageError, printable, report
 from hpc.node import environment
 from hpc.node.environment import TaskEnvironment
 from hpc.node.placement import LAYOUTS
+from hpc.quantities import signal_name
 from hpc.ranks import Rendezvous
 from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKDIR_VARIABLE
 
@@ -66,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             grace_s=asked.grace,
             allow_loopback=asked.allow_loopback,
             cores_asked=asked.cores_asked,
+            warning=signal.Signals[f"SIG{asked.warning}"],
             code=code,
         )
         return agent.run(task, settings)
@@ -117,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--grace", type=_seconds, default=30.0, metavar="S", help="from a passed-on SIGTERM to SIGKILL")
     parser.add_argument(
+        "--warning", type=_signal, default="USR2", metavar="SIGNAL", help="the notice that is passed on"
+    )
+    parser.add_argument(
         "--preload", action="append", default=[], metavar="MODULE", help="import it once, before the workers are forked"
     )
     parser.add_argument(
@@ -144,6 +155,13 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
     return int(text)
+
+
+def _signal(text: str) -> str:
+    try:
+        return signal_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {error}") from None
 
 
 def _seconds(text: str) -> float:

@@ -22,23 +22,24 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.command import Target, target_of
-from hpc.errors import printable
-from hpc.node import leftovers, preload
-from hpc.node.assembly import SECRET_VARIABLE, Assembly, Go
+from hpc.errors import HpcError, printable
+from hpc.node import leftovers, preload, signals
+from hpc.node.assembly import SECRET_VARIABLE, Assembly, Go, OthersEnded
 from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
 from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection
 from hpc.node.outcome import Failure, first_failure, read_error_file
 from hpc.node.preflight import GpuCheck
-from hpc.node.signals import FORWARDED, SignalPipe
+from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
 from hpc.node.streams import WorkerStream, open_log
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start, adopt_orphans, die_with_parent
 from hpc.ranks import RankInfo
 from hpc.rundir import RunDirectory
 
 SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
-STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank has failed
+STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank of a script has failed
 ORPHAN_GRACE_S = 3.0  # the same when the launcher has gone
+LISTEN_S = 0.2  # between two looks whether a script has a handler for the warning by now
 REPORT_LIMIT_S = 15.0  # how long agents wait for each other's last reports
 TRACEBACK_LIMIT = 16 * 1024
 
@@ -61,6 +62,8 @@ class AgentSettings:
     rendezvous_timeout_s: float = 600.0
     grace_s: float = 30.0
     allow_loopback: bool = False
+    warning: signal.Signals = signal.SIGUSR2
+    """The signal of slurm.signal: passed on, and no reason for anybody to end."""
     cores_asked: int | None = None
     """Cores that were asked for this task, to warn when it got fewer."""
     code: str | None = None
@@ -98,7 +101,11 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
         RendezvousError, EnvironmentMismatch, NeverStarted: nothing was started.
     """
     agent = Agent(task, settings)
-    start = agent.assemble()
+    try:
+        start = agent.assemble()
+    except HpcError as error:
+        agent.refuse(error)
+        raise
     if start is not None:
         del agent
         return start.become()
@@ -123,6 +130,8 @@ class Agent:
             note=self.note,
         )
         self.folder = self.run_dir.attempt(self.assembly.attempt) if self.run_dir else None
+        self.target = settings.target()
+        self.warnings = tuple({*WARNINGS, settings.warning} - set(ENDS))
         self.go: Go | None = None
         self._signals: SignalPipe | None = None
         self._deadline: float | None = None  # of the next step towards the end
@@ -131,6 +140,7 @@ class Agent:
         self._cache: str | None = None
         self._signalled: signal.Signals | None = None
         self._settled = False
+        self._unheard: list[tuple[Worker, signal.Signals]] = []  # warnings for scripts that have no handler yet
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
         self._parent = os.getppid()
 
@@ -142,28 +152,60 @@ class Agent:
 
     def assemble(self) -> Start | None:
         """Everything up to running workers. Returns None in the agent, and what to become in a forked worker."""
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # a notice during the start-up is no reason to die
-        target = self.settings.target()
+        startup = signals.listen()
+        startup.also(self.settings.warning)
+        startup.on_end(self._end_before_workers)
         check = GpuCheck(self.host_name, self.task.visible_gpus)
         self.assembly.open()
         cores = self._shares()
-        fork = self._preload(target, len(cores[0]))
+        fork = self._preload(len(cores[0]))
         check.verdict()
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)
         environ = {**self.go.environ, **self.assembly.start_store()}
-        self._signals = SignalPipe((*FORWARDED, signal.SIGCHLD))
+        self._signals = SignalPipe({*FORWARDED, *self.warnings, signal.SIGCHLD})
         adopt_orphans()
         sys.stdout.flush()
         sys.stderr.flush()
         agent = os.getpid()
         for info, share in zip(self.go.infos, cores, strict=True):
-            start = self._start(info, share, target, environ, fork, agent)
+            start = self._start(info, share, environ, fork, agent)
             if start is not None:
                 return start
+        for number in dict.fromkeys(startup.warnings):
+            self._warn(number)
         return None
+
+    def _end_before_workers(self, number: signal.Signals) -> None:
+        """In a signal's handler, while nothing runs yet: end at once, and tell the controller what it was."""
+        try:
+            text = f"{number.name} came before any worker was started"
+            os.write(2, f"hpc.node: {self.host_name}: {text}: ending\n".encode())
+            if self.assembly.is_host and self.folder is not None:
+                code = 128 + number
+                first = Failure(rank=-1, host=self.host_name, code=code, time=time.time(), message=text, by_us=True)
+                self._write_outcome(code, first)
+        finally:
+            os._exit(128 + number)
+
+    def refuse(self, error: HpcError) -> None:
+        """Note for the controller why this task cannot start: other tasks are ended for it, and say less."""
+        if self.folder is None or isinstance(error, OthersEnded):
+            return
+        facts = {
+            "rank": -1,
+            "host": self.host_name,
+            "code": error.exit_code,
+            "time": time.time(),
+            "message": str(error),
+        }
+        try:
+            beside = self.folder / f".error-task-{self.task.task_rank}.json"
+            beside.write_text(json.dumps(facts), encoding="utf-8")
+            os.replace(beside, self.folder / f"error-task-{self.task.task_rank}.json")
+        except OSError:
+            return  # its line on the screen is there all the same
 
     def _shares(self) -> list[list[int]]:
         allowed = allowed_cores()
@@ -181,15 +223,15 @@ class Agent:
             self.note(f"{len(allowed)} cores for {self.task.workers} workers, {'-'.join(map(str, sizes))} each")
         return shares
 
-    def _preload(self, target: Target, threads: int) -> bool:
+    def _preload(self, threads: int) -> bool:
         """Import what the workers need; True when they can be forked from here."""
         # libgomp reads it when torch is loaded
         self._environ_before.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
         os.environ["OMP_NUM_THREADS"] = self._environ_before["OMP_NUM_THREADS"]
-        if target.kind == "program" or not self.settings.fork:
+        if self.target.kind == "program" or not self.settings.fork:
             return False
         optional: list[str] = []
-        if target.name == "hpc.train":
+        if self.target.is_training:
             job = self.settings.job or "jobs.digits"
             optional = ["hpc.config", "hpc.train.loop", f"{job}.job"]
         return preload.import_modules(self.settings.preload, optional, self.note)
@@ -198,7 +240,6 @@ class Agent:
         self,
         info: RankInfo,
         cores: list[int],
-        target: Target,
         extra: Mapping[str, str],
         fork: bool,
         agent: int,
@@ -208,17 +249,20 @@ class Agent:
         streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
         error_file = self.folder / f"error-{info.rank}.json" if self.folder is not None and log is not None else None
         start = Start(
-            target=target,
+            target=self.target,
             environ=self._environ(info, cores, extra, error_file),
             cores=cores,
             stdout=streams[0].writer,
             stderr=streams[1].writer,
             agent=agent,
+            warnings=self.warnings,
         )
+        signals.hold({*FORWARDED, *self.warnings})
         pid = os.fork()
         if pid == 0:
             self._in_worker(start, streams, fork)
             return start
+        signals.release()
         for stream in streams:
             stream.close_writer()
         path = self.folder / f"rank-{info.rank}.log" if self.folder is not None and log is not None else None
@@ -304,11 +348,15 @@ class Agent:
                 for sock in self._sockets():
                     selector.register(sock, selectors.EVENT_READ, self._on_message)
                 wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                if self._unheard:
+                    wait = LISTEN_S if wait is None else min(wait, LISTEN_S)
                 for key, _ in selector.select(wait):
                     if isinstance(key.data, tuple):
                         self._on_output(*key.data)
                     else:
                         key.data(key.fileobj)
+            if self._unheard:
+                self._tell_unheard()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._conclude()
@@ -328,8 +376,8 @@ class Agent:
         for number in self._signals.read():
             if number == signal.SIGCHLD:
                 self._reap()
-            elif number in (signal.SIGUSR1, signal.SIGUSR2):
-                self._send(number)
+            elif number in self.warnings and (number != signal.SIGHUP or os.getppid() == self._parent):
+                self._warn(number)
             elif number == signal.SIGHUP and os.getppid() != self._parent:
                 self._end(signal.SIGTERM, ORPHAN_GRACE_S)
             elif number == self._signalled == signal.SIGINT:  # asked twice at the keyboard
@@ -342,6 +390,30 @@ class Agent:
         for worker in self.workers:
             if worker.code is None:
                 os.kill(worker.pid, number)  # our own child, not yet waited for: the number cannot be another's
+
+    def _warn(self, number: signal.Signals) -> None:
+        """Pass a warning on: to the training core at once, to a script as soon as it has a handler for it."""
+        for worker in self.workers:
+            if worker.code is None:
+                self._unheard.append((worker, number))
+        self._tell_unheard()
+
+    def _tell_unheard(self) -> None:
+        waiting, self._unheard = self._unheard, []
+        for worker, number in waiting:
+            if worker.code is not None:
+                continue
+            if self.target.is_training or signals.has_handler(worker.pid, number):
+                os.kill(worker.pid, number)
+            elif (worker, number) not in self._unheard:
+                self._unheard.append((worker, number))
+
+    def _end_for_good(self) -> None:
+        """End what still runs because another rank has failed: it is no notice, and the training core takes it for none."""
+        if self.target.is_training:
+            self._end(signal.SIGKILL, 1.0)
+        else:
+            self._end(signal.SIGTERM, STOP_GRACE_S)
 
     def _end(self, number: signal.Signals, grace_s: float) -> None:
         """Ask the workers to end with a signal; SIGKILL follows after the grace time."""
@@ -434,7 +506,7 @@ class Agent:
         first = first_failure(self.failures)
         if self.assembly.host is not None:
             self.assembly.host.broadcast(stop={"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT})
-        self._end(signal.SIGTERM, STOP_GRACE_S)
+        self._end_for_good()
         if self.state is State.OVER:
             self._set_deadline(REPORT_LIMIT_S)
 
@@ -452,7 +524,7 @@ class Agent:
             for message in messages:
                 if "stop" in message:
                     self._settled = True
-                    self._end(signal.SIGTERM, STOP_GRACE_S)
+                    self._end_for_good()
                 elif "over" in message:
                     self._told_over = message["over"]
             if gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -16,12 +17,14 @@ from hpc.errors import EnvironmentMismatch, RendezvousError
 from hpc.node import environment, rendezvous
 from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection, Host, find_host
+from hpc.node.signals import FORWARDED
 from hpc.node.worker import die_with_parent
 from hpc.ranks import RankInfo, Rendezvous
 from hpc.rundir import ATTEMPT_VARIABLE
 from hpc.slurm.nodelist import parse_tasks_per_node
 
 SECRET_VARIABLE = "HPC_SECRET"
+SETTLE_S = 0.5  # a signal to a whole step does not reach every task in the same moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,10 @@ class Go:
     places: list[tuple[str, int, int]]
     """For each task: host, first rank, workers; only rank zero's agent knows all of it."""
     environ: dict[str, str] = field(default_factory=dict)
+
+
+class OthersEnded(RendezvousError):
+    """Nothing is wrong here: another task has ended, or told why all have to."""
 
 
 class Assembly:
@@ -132,7 +139,8 @@ class Assembly:
                     for task, message in host.serve(key.fileobj):
                         if "gone" in message:
                             place = host.joined[task]["host"]
-                            self._give_up(RendezvousError(f"the agent on {place} ended before every rank had arrived"))
+                            time.sleep(SETTLE_S)  # a signal that ended it may be on its way here too
+                            self._give_up(OthersEnded(f"the agent on {place} ended before every rank had arrived"))
         for other in host.joined.values():
             for name in ("tasks", "nodes", "layout"):
                 if other[name] != facts[name]:
@@ -202,10 +210,11 @@ class Assembly:
                     go = message["go"]
                     return self._go(parse_tasks_per_node(go["workers"]), {}, int(go["port"]))
                 if "stop" in message:
-                    kind = EnvironmentMismatch if message["stop"]["code"] == 78 else RendezvousError
+                    kind = EnvironmentMismatch if message["stop"]["code"] == 78 else OthersEnded
                     raise kind(f"{me}: told by rank zero's agent: {message['stop']['message']}")
             if gone or time.monotonic() > patience:
-                raise RendezvousError(
+                time.sleep(SETTLE_S)
+                raise OthersEnded(
                     f"{me}: rank zero's agent on {self.task.master_host} ended before the start; see its line"
                 )
 
@@ -261,6 +270,8 @@ class Assembly:
         try:
             os.setsid()
             die_with_parent(agent)
+            for number in FORWARDED:
+                signal.signal(number, signal.SIG_IGN)  # a notice to the whole step: the workers agree through the store
             if "torch" in sys.modules:
                 from hpc.node.store import serve
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from hpc.command import Target
-from hpc.node.signals import IGNORED_BY_COMMANDS
+from hpc.node import signals
+from hpc.node.signals import WARNINGS
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -58,17 +59,22 @@ class Start:
     agent: int
     """The agent's process id."""
 
+    warnings: Sequence[signal.Signals] = WARNINGS
+    """What must not kill a script that has no handler for it."""
+
     def enter(self) -> None:
-        """In the new process: a session of its own, death with the agent, its streams, its cores, its environment."""
+        """In the new process: a session of its own, death with the agent, its streams, its cores, its signals."""
         os.setsid()
         die_with_parent(self.agent)
         os.dup2(self.stdout, 1)
         os.dup2(self.stderr, 2)
         if self.cores:
             os.sched_setaffinity(0, self.cores)
-        for number in IGNORED_BY_COMMANDS:
-            signal.signal(number, signal.SIG_IGN)  # a notice must not kill a script that has no handler for it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self.target.is_training:  # which lets signals in itself, once it listens: none is lost before
+            for number in self.warnings:
+                signal.signal(number, signal.SIG_IGN)
+            signals.release()
 
     def become(self) -> int:
         """In a forked process: run the target as Python's `__main__`; returns its exit code or raises SystemExit."""

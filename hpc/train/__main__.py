@@ -32,6 +32,7 @@ from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, new_run_i
 from hpc.train.distributed import RankZeroFailed, World, connect
 from hpc.train.errorfile import ErrorFile
 from hpc.train.job import TrainingJob
+from hpc.train.limit import TimeLimit
 from hpc.train.loader import end_workers
 from hpc.train.loop import Outcome, train
 from hpc.train.progress import Progress, duration, figure, progress_for
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = _load_job(loaded)
         with connect(loaded.config.train, loaded.config.launch.rendezvous_timeout_s) as world:
             try:
-                with Stop(notices, world.rank, world.size, world.store) as stop:
+                limit = TimeLimit.from_environ(loaded.config.slurm.signal_lead_s)
+                with Stop(notices, world.rank, world.size, world.store, limit) as stop:
                     return _run(job, loaded, world, progress, stop)
             except BaseException as error:
                 errors.note(error)

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from hpc.schema import LaunchConfig, SlurmConfig
+from hpc.train import limit
 
 log = logging.getLogger("hpc.train")
 
@@ -74,6 +75,7 @@ class Notices:
         os.set_blocking(self._writer, False)
         self._before = {number: signal.signal(number, self._confirm) for number in EARLY}
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent has held them back up to here
         threading.Thread(target=self._hear, name="notices", daemon=True).start()
 
     def configure(self, slurm: SlurmConfig, launch: LaunchConfig) -> None:
@@ -83,18 +85,31 @@ class Notices:
         for number in wanted - self._signals:
             signal.signal(number, self._confirm)
         for number in self._signals - wanted:
-            signal.signal(number, self._before.get(number) or signal.SIG_DFL)
+            before = self._before.get(number) or signal.SIG_DFL
+            # a stray warning of another kind must not end the run
+            signal.signal(number, signal.SIG_IGN if before == signal.SIG_DFL else before)
         with self._lock:
             self._signals, self._warning = wanted, warning
             self._grace_s, self._lead_s = launch.grace_s, float(slurm.signal_lead_s)
-            if self.first is not None and signal.Signals[self.first] not in wanted:
+            if self.first is not None and self.first not in {number.name for number in wanted}:
                 self.first, self._deadline = None, math.inf
 
     def learn(self, name: str) -> None:
         """Another rank has heard a notice: the deadline holds here too."""
+        if name != limit.NOTICE:
+            with self._lock:
+                self._begin_deadline(signal.Signals[name])
+            self._wake()
+
+    def time_is_up(self) -> None:
+        """The run's own notice: what is left of the allocation is needed for the save. SIGTERM sets a deadline if it must."""
         with self._lock:
-            self._begin_deadline(signal.Signals[name])
-        self._wake()
+            if self.first is not None:
+                return
+            self.first = limit.NOTICE
+        log.info("notice (%s): the time limit is near, stopping after the step under way", limit.NOTICE)
+        if self.on_notice is not None:
+            self.on_notice()
 
     def settle(self) -> None:
         """The agreed stop has come, or the run has ended: there is no deadline any more."""

@@ -16,9 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from hpc.train.limit import TimeLimit
 from hpc.train.notice import Notices
 
 if TYPE_CHECKING:
@@ -38,10 +40,19 @@ LINGER_S = 2.0
 class Stop:
     """Where this rank and the others agree on the point to stop at. Use as a context manager, around the whole run."""
 
-    def __init__(self, notices: Notices, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        notices: Notices,
+        rank: int = 0,
+        size: int = 1,
+        store: Store | None = None,
+        limit: TimeLimit | None = None,
+    ) -> None:
+        """`limit`: the time limit, which rank 0 keeps for all."""
         self.reason: str | None = None
         """The notice that the ranks stop for, once they do."""
         self._notices = notices
+        self._limit = limit if limit is not None and limit.is_known and rank == 0 else None
         self._rank, self._size = rank, size
         self._store: Store | None = None
         if store is not None and size > 1:
@@ -71,8 +82,16 @@ class Stop:
         if error is None:
             self._notices.settle()
 
+    def expect_save(self, seconds_needed: Callable[[], float]) -> None:
+        """From now on the time limit leaves this much room for a whole save."""
+        if self._limit is not None:
+            self._limit.save_s = seconds_needed
+
     def here(self) -> bool:
         """Whether to stop at this point. Every rank asks at the same points, in the same order."""
+        if self._limit is not None and self._limit.is_near():
+            self._limit = None
+            self._notices.time_is_up()
         if self._store is None:
             self.reason = self.reason or self._notices.first
             if self.reason is not None:
