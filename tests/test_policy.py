@@ -31,6 +31,9 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     # somebody wants it to end
     ({"code": 75, "state": JobState.CANCELLED, **MADE}, FAIL, "cancelled"),
     ({"code": 75, "state": JobState.COMPLETING, **MADE}, FAIL, "COMPLETING"),
+    ({"code": 75, "state": JobState.COMPLETING, "timed_out": True, **MADE}, REQUEUE, "after the time limit"),
+    ({"code": TERM, "state": JobState.COMPLETING, "timed_out": True, "by_us": True, **MADE}, REQUEUE, "the time limit"),
+    ({"code": 1, "state": JobState.COMPLETING, "timed_out": True, **MADE}, FAIL, "exited 1"),
     ({"code": TERM, "state": JobState.COMPLETING, "notice": "SIGTERM", "by_us": True}, FAIL, "COMPLETING"),
     ({"code": KILL, "state": JobState.CANCELLED}, FAIL, "cancelled"),
     ({"code": KILL, "state": JobState.TIMEOUT}, FAIL, "TIMEOUT"),
@@ -39,6 +42,8 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     # ended by the notice itself
     ({"code": TERM, "by_us": True, "notice": "SIGTERM"}, REQUEUE, "ended by SIGTERM"),
     ({"code": TERM, "by_us": True}, REQUEUE, "signal to the job's steps"),  # GraceTime: the batch step hears nothing
+    ({"code": TERM, "by_us": True, "started": False}, REQUEUE, "signal to the job's steps"),  # during the start-up
+    ({"code": TERM, "by_us": True, "notice": "the time limit"}, REQUEUE, "ended by the time limit"),
     ({"code": KILL, "by_us": True, "notice": "SIGTERM"}, REQUEUE, "ended by SIGTERM"),
     ({"code": USR2}, REQUEUE, "ended by SIGUSR2"),  # Q08
     ({"code": USR2, "notice_signals": (int(signal.SIGTERM),)}, AGAIN, "SIGUSR2"),  # not the one that was chosen

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from steps import ROOT
 from test_controller import batch_environ
@@ -118,6 +119,42 @@ def test_q08_a_command_that_knows_no_notice_is_requeued_at_the_limit(tmp_path: P
     job.process.send_signal(signal.SIGTERM)  # the limit
     assert job.ends() == 75 and len(job.requeues()) == 1
     assert "ended by SIGUSR2 without a save of its own; job 7 is back in the queue" in job.text
+
+
+@pytest.mark.slow
+def test_q08_a_command_that_ignores_the_warning_is_ended_and_requeued_before_the_limit(tmp_path: Path) -> None:
+    ends = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 22))
+    show = f"{RUNNING}   StartTime=2026-01-01T00:00:00 EndTime={ends} Deadline=N/A\n"
+    deaf = "trap '' TERM USR2; echo ends at $HPC_END_TIME, restart $HPC_RESTART; while true; do sleep 1; done"
+    job = Controller(tmp_path, "launch.grace_s=1", "--", "sh", "-c", deaf, FAKE_SCONTROL_SHOW_STDOUT=show)
+    assert job.ends() == 75, job.text
+    assert "s are left of the time limit: SIGTERM to the step" in job.text and len(job.requeues()) == 1
+    assert "ended by the time limit without a save of its own; job 7 is back in the queue" in job.text
+    told = int(time.mktime(time.strptime(ends, "%Y-%m-%dT%H:%M:%S")))
+    assert f"ends at {told}, restart 0" in job.text and time.time() < told
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_ends_for_its_time_limit_is_taken_back(tmp_path: Path) -> None:
+    show = RUNNING.replace("RUNNING Reason=None", "COMPLETING Reason=TimeLimit")
+    job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=show)
+    assert job.ends() == 75 and job.requeues() == [["requeue", "7"]]
+    assert "saved and left after the time limit; job 7 is back in the queue" in job.text
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_step_before_any_rank_is_a_notice(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(300)\n")
+    (tmp_path / "train.py").write_text("")
+    path = f"{ROOT}:{tmp_path}"
+    job = Controller(tmp_path, "launch.preload=[slow]", "--", "train.py", PYTHONPATH=path)
+    while not (tmp_path / "importing").exists():
+        assert job.process.poll() is None, job.text
+        time.sleep(0.05)
+    agents = [p for p in psutil.Process(job.process.pid).children(recursive=True) if "hpc.node" in p.cmdline()]
+    agents[-1].send_signal(signal.SIGTERM)
+    assert job.ends() == 75 and job.decisions() == ["requeue"] and len(job.requeues()) == 1, job.text
+    assert "SIGTERM came before any worker was started" in job.text
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from rank_server import ROOT, Ranks, Trial
 from test_train_loop import EVERY_STEP, RUN, equal, final_states, lines, losses, made
 
 from hpc.train.checkpoint import Checkpoints
+from hpc.train.limit import MARGIN_S, UNKNOWN_SAVE_S, TimeLimit
 from hpc.train.sampler import EpochSampler
 from hpc.train.stop import Stop
 
@@ -247,7 +248,8 @@ def test_a_notice_in_data_set_up_stops_before_the_first_step(ranks: Ranks, tmp_p
 @pytest.mark.slow
 def test_a_save_that_is_under_way_is_finished_first(ranks: Ranks, tmp_path: Path) -> None:
     more = ("train.save_every_steps=5", "trouble=notice TERM", "trouble_at=sync", "trouble_step=1", "slow_sync_s=0.2")
-    assert stopped(ranks(tmp_path, *STEPS, *more), "SIGTERM") == 5
+    step = stopped(ranks(tmp_path, *STEPS, *more), "SIGTERM")
+    assert step >= 5 and checkpoints(tmp_path) == sorted({5, step})
     assert checkpoints(tmp_path) == [5]
 
 
@@ -258,6 +260,28 @@ def test_a_rank_in_a_collective_leaves_when_the_time_is_over(ranks: Ranks, tmp_p
     trial = ranks(tmp_path, *STEPS, *more, ranks=2)
     assert trial.codes == [128 + signal.SIGTERM] * 2, trial.text()
     assert all("no agreed stop in the time" in log for log in trial.logs)
+
+
+@pytest.mark.slow
+def test_a_run_stops_by_itself_while_a_save_still_fits_into_the_time(ranks: Ranks, tmp_path: Path) -> None:
+    ends = time.time() + 2 * MARGIN_S + UNKNOWN_SAVE_S
+    environ = {"HPC_END_TIME": str(ends)}
+    more = ("train.epochs=2000", "trouble=notice CONT", "trouble_step=1", SLOW)
+    trial = ranks(tmp_path, *STEPS, *more, ranks=2, env=environ)
+    step = stopped(trial, "TIME", 2)
+    assert checkpoints(tmp_path) == [step] and time.time() < ends
+
+
+def test_the_time_limit_is_told_once_and_what_lead_would_do(caplog: pytest.LogCaptureFixture) -> None:
+    limit = TimeLimit(time.time() + 1e6, lead_s=20)
+    limit.save_s = lambda: 40.0
+    for _ in range(3):
+        assert not limit.is_near()
+        limit._next_look = 0.0
+    assert len(caplog.records) == 1 and "slurm.signal_lead_s=50 would do" in caplog.text
+    limit = TimeLimit(time.time() + 45)
+    limit.save_s = lambda: 40.0
+    assert limit.is_near() and not TimeLimit(None).is_near() and not TimeLimit(None).is_known
 
 
 @pytest.mark.slow

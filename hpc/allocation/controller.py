@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
 import secrets
+import selectors
 import signal
 import subprocess
 import sys
@@ -27,11 +29,14 @@ from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
 from hpc.errors import HpcError, NeverStarted, SlurmCommandError, printable
-from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from hpc.rundir import ATTEMPT_VARIABLE, END_TIME_VARIABLE, RESTART_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 from hpc.slurm import commands
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
+LAST_ACTS_S = 8.0
+"""Kept free before the time limit: for the step's end, the decision, and the requeue."""
+LONGEST_WAIT_S = 86_400.0  # a day; then the end time is asked for again
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -83,6 +88,7 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
         command.append(f"--cores-asked={step.cpus_per_task}")
     command.append(f"--rendezvous-timeout={launch.rendezvous_timeout_s:g}")
     command.append(f"--grace={launch.grace_s:g}")
+    command.append(f"--warning={loaded.config.slurm.signal}")
     command += [f"--preload={name}" for name in launch.preload]
     if not launch.fork:
         command.append("--no-fork")
@@ -132,6 +138,7 @@ class Controller:
             max_restarts=loaded.config.launch.max_restarts, retry_failures=loaded.config.launch.retry_failures
         )
         self.notices = (signal.SIGTERM, signal.Signals[f"SIG{loaded.config.slurm.signal}"])
+        self.end_time = allocation.end_time
         self.restarts = self.retried = 0
         self.steps_from = 0
         self.began = time.monotonic()
@@ -139,7 +146,8 @@ class Controller:
         self._undelivered: list[int] = []
         self._events_before = 0
         self._heard: signal.Signals | None = None
-        self._notice: signal.Signals | None = None
+        self._notice: str | None = None
+        self._own_notice: str | None = None  # the training core's: its own clock
         self._keyboard = False
         self._signals = 0
 
@@ -148,8 +156,10 @@ class Controller:
         if self.loaded.config.command:
             target_of(self.loaded.config.command)  # refused once, and not once per node
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        for number in FORWARDED:
+        for number in {*FORWARDED, *self.notices}:
             signal.signal(number, self._forward)
+        if self.end_time is None:
+            self._ask_for_end_time()
         self.steps_from, _ = newest_checkpoint(self.run_dir)
         self.say(self.headline())
         while True:
@@ -188,6 +198,9 @@ class Controller:
         environ = dict(os.environ)
         environ[RUN_DIR_VARIABLE] = str(self.run_dir.path)
         environ[ATTEMPT_VARIABLE] = str(self.allocation.attempt)
+        environ[RESTART_VARIABLE] = str(self.restart)
+        if self.end_time is not None:
+            environ[END_TIME_VARIABLE] = f"{self.end_time:.0f}"
         environ["HPC_SECRET"] = secrets.token_hex(16)
         environ["PYTHONUTF8"] = "1"
         root = str(Path(hpc.__file__).resolve().parent.parent)
@@ -235,13 +248,41 @@ class Controller:
         for number in self._undelivered:
             self._child.send_signal(number)  # it came while the child was being made
         self._undelivered.clear()
-        return exitcodes.from_returncode(self._child.wait())
+        return exitcodes.from_returncode(self._wait(self._child))
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for the step. Shortly before the time limit it gets SIGTERM, so that the requeue comes before Slurm's end.
+
+        Not where the time was short from the start: then it would never run.
+        """
+        needed = self.loaded.config.launch.grace_s + LAST_ACTS_S
+        left = self._time_left()
+        if left is None or left <= needed:
+            return child.wait()
+        with _Ending(child) as ending:
+            while left is not None and left > needed:
+                if ending.within(min(left - needed, LONGEST_WAIT_S)):
+                    return child.wait()
+                self._ask_for_end_time()  # somebody may have given the job more time
+                left = self._time_left()
+        self.say(f"{left or 0.0:.0f} s are left of the time limit: SIGTERM to the step")
+        self._notice = self._notice or "the time limit"
+        child.send_signal(signal.SIGTERM)
+        return child.wait()
+
+    def _time_left(self) -> float | None:
+        return None if self.end_time is None else self.end_time - time.time()
+
+    def _ask_for_end_time(self) -> None:
+        if not self.step.local:
+            with contextlib.suppress(SlurmCommandError):
+                self.end_time = job_facts(self.allocation).end_time or self.end_time
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         self._heard = signal.Signals(number)
         if number in self.notices:
-            self._notice = self._notice or self._heard
+            self._notice = self._notice or self._heard.name
         elif number in (signal.SIGINT, signal.SIGHUP):
             self._keyboard = True
         if self._child is not None and self._child.poll() is None:
@@ -268,8 +309,10 @@ class Controller:
 
     def _note_end(self, code: int) -> End:
         """Read how the step ended, and write it into the record."""
-        news = islice(self.run_dir.events(), self._events_before, None)
+        news = list(islice(self.run_dir.events(), self._events_before, None))
         end = read_end(self.folder, code, started=any(event.get("event") == "started" for event in news))
+        if any(event.get("event") == "stopping" and event.get("reason") == "TIME" for event in news):
+            self._own_notice = "the time limit"
         first = end.first
         self.run_dir.append_event(
             "ended",
@@ -296,18 +339,18 @@ class Controller:
             return Decision(action=Action.DONE, reason="finished")
         allocation, first, steps = self.allocation, end.first or {}, self._steps()
         facts = self._facts()
-        end_time = allocation.end_time or facts.end_time
         ending = Ending(
             code=end.code,
             started=end.started,
             reported=end.reported,
             by_us=bool(first.get("by_us")),
             peer_gone=bool(first.get("peer_gone")),
-            notice=self._notice.name if self._notice else None,
+            notice=self._notice or self._own_notice,
             notice_signals=tuple(int(number) for number in self.notices),
             keyboard=self._keyboard,
             state=facts.state,
             preempted=facts.preempted,
+            timed_out=facts.timed_out,
             may_requeue=facts.may_requeue,
             lost_nodes=self._lost_nodes(end),
             local=self.step.local,
@@ -318,7 +361,7 @@ class Controller:
             attempt=allocation.attempt,
             restarts=self.restarts,
             retried=self.retried,
-            time_left_s=None if end_time is None else end_time - time.time(),
+            time_left_s=self._time_left(),
         )
         decision = decide(ending, self.limits)
         self.run_dir.append_event(
@@ -410,3 +453,35 @@ class Controller:
         else:
             complain(f"{headline}; it could not be requeued, type: scontrol requeue {run_id}")
         return again
+
+
+class _Ending:
+    """A child's end, to be waited for with a time limit and without looking again and again. Source: pidfd_open(2)."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self._selector = selectors.DefaultSelector()
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> _Ending:
+        try:
+            self._descriptor = os.pidfd_open(self._child.pid)
+            self._selector.register(self._descriptor, selectors.EVENT_READ)
+        except OSError:
+            return self  # a kernel before 5.3
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def within(self, seconds: float) -> bool:
+        """Whether it ended in that time; signals are handled meanwhile."""
+        if self._descriptor is not None:
+            return bool(self._selector.select(seconds))
+        try:
+            self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True

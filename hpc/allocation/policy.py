@@ -83,6 +83,8 @@ class Ending:
     """Slurm's word; None when it has none (a local run, no answer)."""
     preempted: bool = False
     """Slurm says that the job is to make room."""
+    timed_out: bool = False
+    """Slurm is ending the job for its time limit, and for nothing else."""
     may_requeue: bool = True
     lost_nodes: tuple[str, ...] = ()
     local: bool = False
@@ -151,7 +153,7 @@ def _stopped_by_somebody(ending: Ending) -> str | None:
         return "stopped at the keyboard"
     if state is JobState.CANCELLED:
         return "the job was cancelled"
-    if state is not None and (state.is_completing or state.is_finished):
+    if state is not None and (state.is_completing or state.is_finished) and not ending.timed_out:
         return f"Slurm is ending the job itself ({state.value}): cancelled, or to be requeued by Slurm"
     return None
 
@@ -160,6 +162,8 @@ def _notice(ending: Ending) -> str | None:
     """What announced the end: a signal's name, or preemption; None when nothing did."""
     if ending.preempted:
         return "preemption"
+    if ending.timed_out:
+        return "the time limit"
     if ending.notice is not None:
         return ending.notice
     if ending.by_us:  # the agents got a signal that did not come to the batch step

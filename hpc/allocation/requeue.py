@@ -20,6 +20,8 @@ from hpc.slurm import commands
 from hpc.slurm.states import JobState, parse_state
 
 TRY_PAUSES_S = (1.0, 5.0)
+ANSWER_LIMIT_S = 10.0
+"""How long scontrol may take: what hangs is tried again, and the time left may be short."""
 KILLED_WITHIN_S = 60.0
 """How long after a requeue Slurm may take to end the batch step."""
 
@@ -35,6 +37,8 @@ class JobFacts:
     preempted: bool = False
     end_time: float | None = None
     """Seconds since 1970."""
+    timed_out: bool = False
+    """Slurm is ending the job for its time limit, and for nothing else."""
 
 
 class Requeued(enum.Enum):
@@ -48,26 +52,29 @@ class Requeued(enum.Enum):
     REFUSED = "refused"
 
 
-def job_facts(allocation: Allocation) -> JobFacts:
+def job_facts(allocation: Allocation, timeout_s: float = ANSWER_LIMIT_S) -> JobFacts:
     """What Slurm says about this job now.
 
     Raises:
         SlurmCommandError: scontrol gave no answer.
     """
-    return facts_of(commands.show_job(allocation.job_id))
+    return facts_of(commands.show_job(allocation.job_id, timeout_s=timeout_s))
 
 
 def facts_of(fields: Mapping[str, str]) -> JobFacts:
     """The facts in the fields of `scontrol show job`."""
     restarts = fields.get("Restarts", "")
+    state = parse_state(fields["JobState"]) if "JobState" in fields else None
     return JobFacts(
-        state=parse_state(fields["JobState"]) if "JobState" in fields else None,
+        state=state,
         restarts=int(restarts) if restarts.isdecimal() else None,
         may_requeue=fields.get("Requeue", "1") != "0" and fields.get("BatchFlag", "1") != "0",
         is_batch=fields.get("BatchFlag", "1") != "0",
         # also set in past tense after a requeue: only a running job is being preempted
         preempted=fields.get("PreemptTime", "None") not in ("None", "") and fields.get("JobState") == "RUNNING",
         end_time=_moment(fields.get("EndTime", "")),
+        # seen with 22.05.8: a job that scancel ends is COMPLETING too, without this reason
+        timed_out=state is not None and state.is_completing and fields.get("Reason") == "TimeLimit",
     )
 
 
@@ -93,7 +100,7 @@ def requeue(
             if verdict is not None:
                 return verdict
             tried = True
-            commands.requeue(allocation.run_id)
+            commands.requeue(allocation.run_id, timeout_s=ANSWER_LIMIT_S)
             return Requeued.QUEUED
         except SlurmCommandError as error:
             more = f"; trying again in {pause:g} s" if pause is not None else ""
@@ -109,6 +116,8 @@ def _without_asking(facts: JobFacts, attempt: int, tried: bool) -> Requeued | No
         return Requeued.QUEUED
     if facts.state is not None and facts.state.is_pending:
         return Requeued.QUEUED
+    if facts.timed_out and not tried and facts.may_requeue:
+        return None  # Slurm takes it back although it is ending: seen with 22.05.8
     if facts.state is not None and (facts.state.is_completing or facts.state.is_finished):
         return Requeued.QUEUED if tried and facts.state.is_completing else Requeued.ENDING
     return None if facts.may_requeue else Requeued.NOT_ALLOWED

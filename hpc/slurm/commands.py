@@ -113,7 +113,7 @@ def ask(
     )
 
 
-def show_job(job_id: str) -> dict[str, str]:
+def show_job(job_id: str, *, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """The fields of `scontrol show job`, {} when Slurm does not know the job (any more).
 
     Values may hold blanks and "="; of an array's elements the first is given.
@@ -121,7 +121,7 @@ def show_job(job_id: str) -> dict[str, str]:
     Raises:
         SlurmCommandError: no answer, or one that is neither a job nor "no such job".
     """
-    answer = ask("scontrol", ["show", "job", _checked(job_id)])
+    answer = ask("scontrol", ["show", "job", _checked(job_id)], timeout_s=timeout_s)
     if answer.returncode != 0:
         if "invalid job id" in (answer.stderr + answer.stdout).lower():
             return {}
@@ -311,13 +311,13 @@ def lost_nodes(node_list: str) -> list[str]:
     return list(lost)
 
 
-def requeue(job_id: str) -> None:
+def requeue(job_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
     """Put a job, or one element of an array ("1234_2"), back into the queue. A running one loses its nodes at once.
 
     Raises:
         SlurmCommandError: Slurm refused, as it does for a job that was submitted without --requeue.
     """
-    answer = ask("scontrol", ["requeue", _checked(job_id)])
+    answer = ask("scontrol", ["requeue", _checked(job_id)], timeout_s=timeout_s)
     if answer.returncode != 0:
         raise SlurmCommandError(f"scontrol requeue {job_id}: {answer.complaint}")
 

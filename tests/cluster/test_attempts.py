@@ -147,6 +147,16 @@ def test_the_time_limit_is_no_end(run: Run) -> None:
     run.rig.slurm("scancel", run.job_id)
 
 
+def test_a_program_without_handlers_comes_back_after_the_time_limit(run: Run) -> None:
+    (run.folder / "plain.py").write_text(
+        "import os, time\nprint('BEGIN', flush=True)\ntime.sleep(300 if os.environ['HPC_ATTEMPT'] == '0' else 0)\n"
+    )
+    run.submit(*ONE, "--time", "1", "slurm.signal_lead_s=5", "launch.grace_s=5", "--", "plain.py")
+    assert run.rig.wait(run.job_id, timeout=200) == "COMPLETED", run.rig.report(run.job_id)
+    assert run.text.count("BEGIN") == 4 and run.decisions() == ["requeue"]
+    assert "left of the time limit: SIGTERM to the step" in run.text and run.rig.job(run.job_id)["Restarts"] == "1"
+
+
 def test_scancel_stays_cancelled(run: Run) -> None:
     run.submit(*ONE, "--", "train.py", "600")
     run.wait_for("STEP 1 5\n")
