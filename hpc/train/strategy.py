@@ -42,12 +42,34 @@ def wrap(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
         return _data_parallel(model, world)
     if world.size == 1:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.find_unused_parameters,
     )
+    _settle_buckets(wrapped)
+    return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Have DDP lay out its buckets before the first step, in reverse order of the parameters.
+
+    It would do so after the first step of each process. With three ranks or more the order of a sum depends on the
+    gradient's place in its bucket, so the first step after a restart would differ in the last bits from the same step
+    of an uninterrupted run. One exchange of zeros takes the place of that first step.
+    """
+    trainable = [p for p in wrapped.module.parameters() if p.requires_grad]
+    if wrapped.find_unused_parameters or not trainable:  # then the buckets stay as they are
+        return
+    total = torch.zeros((), device=trainable[0].device)
+    for parameter in trainable:
+        total = total + parameter.sum()
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    total.backward(torch.zeros_like(total))
+    for parameter in trainable:
+        parameter.grad = None
 
 
 def _data_parallel(model: nn.Module, world: World) -> nn.Module:
