@@ -77,6 +77,9 @@ class LaunchConfig:
     """How often workers that were killed, lost or never started are started again inside one allocation."""
     retry_failures: int = 0
     """How often a program that failed by itself (an exception, an exit code) is started again inside one allocation."""
+    resubmit: bool | None = None
+    """Where the job may not be requeued, send a new one that goes on with the run, once after each attempt: null does so when the
+    site forbids it, true also with slurm.requeue=false, false never (the command is printed)."""
     code: str = "snapshot"
     """"snapshot": jobs run the code as it was at submission; "live": as it is when the job starts (changes are named)."""
 
@@ -118,6 +121,8 @@ class TrainConfig:
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
     """The newest whole checkpoints that are kept."""
+    keep_every_steps: int | None = None
+    """Checkpoints of steps that are a multiple of this are never removed."""
     log_every_steps: int = 10
     timeout_s: float = 600.0
     """How long a collective may wait before the process group gives up, in seconds."""
@@ -134,6 +139,7 @@ class TrainConfig:
             "eval_every_epochs": 0,
             "save_every_steps": 1,
             "keep_checkpoints": 1,
+            "keep_every_steps": 1,
             "log_every_steps": 1,
         }
         for name, bound in least.items():

@@ -39,6 +39,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     model, trainer = read(path)
     assert torch.equal(model["weight"], state(3)["weight"]) and trainer == {"position": {"step": 3}}
     assert sorted(os.listdir(path)) == ["manifest.json", "model.pt", "trainer.pt"]
+    path = checkpoints.write(4, state(3), {}, "train:\n  seed: 3\n")
+    assert checkpoint.configuration(path) == "train:\n  seed: 3\n" and damage(path) is None
+    assert sorted(os.listdir(path)) == ["config.yaml", "manifest.json", "model.pt", "trainer.pt"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
 

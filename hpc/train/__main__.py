@@ -148,7 +148,7 @@ def _run(job: TrainingJob, loaded: Loaded, world: World, progress: Progress, sto
         backend = torch.distributed.get_backend() if world.size > 1 else "no process group"
         ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
         log.info("%s: %s on %s (%s); run %s", loaded.config.job, ranks, world.device.type, backend, _shown(run.path))
-    outcome = train(job, loaded.config.train, world, run, progress, stop)
+    outcome = train(job, loaded.config.train, world, run, progress, stop, loaded.to_yaml())
     if world.is_rank_zero:
         progress.line(_last_line(outcome) if outcome.stopped_at is None else _stop_line(outcome, stop, run))
     return exitcodes.DONE if outcome.stopped_at is None else exitcodes.WANTS_ANOTHER_ATTEMPT

@@ -2,14 +2,18 @@
 
     checkpoints/step-<n>/model.pt       the model's state_dict
                          trainer.pt     optimizer, schedule, scaler, random generators, position: tensors and plain values
-                         manifest.json  sizes and SHA-256 of both, written last
+                         config.yaml    the configuration that it was made with
+                         manifest.json  sizes and SHA-256 of them and of itself, written last
 
-All of it is written and synced in a folder beside (.step-<n>.<pid>.tmp) and published by one rename. Both files load
-with torch's safe loading (weights_only=True). Only rank 0 writes here and makes folders.
+All of it is written and synced in a folder beside (.step-<n>.<pid>.tmp) and published by one rename. Both .pt files load
+with torch's safe loading (weights_only=True); the CRCs inside these archives are left empty, since the manifest's
+checksums serve, and torch would compute them while it keeps all other threads of the process waiting.
+Only rank 0 writes here and makes folders.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -17,18 +21,28 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config as torch_options
 
 from hpc.errors import HpcError
 
 log = logging.getLogger("hpc.train")
 
-MODEL, TRAINER, MANIFEST = "model.pt", "trainer.pt", "manifest.json"
-FORMAT = 1
+MODEL, TRAINER, CONFIG, MANIFEST = "model.pt", "trainer.pt", "config.yaml", "manifest.json"
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 had neither config.yaml nor the manifest's own checksum."""
+PIECE = 8 << 20
+"""Bytes that are handed to the file at once; with each, the disk is told to begin with what it has."""
+VISIBLE_S = 60.0
+"""How long a rank waits for a shared file system to show it what rank 0 sees: NFS keeps a folder's entries that long."""
 _STEP = re.compile(r"step-([0-9]+)")
 _STALE = re.compile(r"\.step-[0-9]+\..*")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -40,18 +54,39 @@ class CheckpointError(HpcError):
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run: the `keep` newest whole ones, and those at multiples of `keep_every` steps."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, keep_every: int | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.keep_every = keep_every
 
     def prepare(self) -> None:
-        """Make the folder, and clear what a killed attempt left half written."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        for entry in os.scandir(self.folder):
-            if _STALE.fullmatch(entry.name):
-                shutil.rmtree(entry.path, ignore_errors=True)
+        """Make the folder, and clear what a killed attempt left half written.
+
+        Raises:
+            CheckpointError: the folder cannot be made or looked into.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._clear()
+        except OSError as error:
+            raise CheckpointError(f"cannot use the checkpoint folder {self.folder}: {_why(error)}") from error
+
+    def require_writable(self) -> None:
+        """Find out before the first step, and not after an hour, that nothing can be written.
+
+        Raises:
+            CheckpointError: names the folder and the cause.
+        """
+        beside = self._beside(0)
+        try:
+            beside.mkdir(mode=0o700)
+            _write_bytes(beside / MANIFEST, bytes(4096))
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint could be written to {self.folder}: {_why(error)}") from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -83,46 +118,59 @@ class Checkpoints:
             )
         return None
 
-    def write(self, step: int, model: dict[str, Any], trainer: dict[str, Any]) -> Path:
-        """Publish a checkpoint, then remove the oldest whole ones beyond `keep`.
+    def write(self, step: int, model: dict[str, Any], trainer: dict[str, Any], config: str = "") -> Path:
+        """Publish a checkpoint, then remove what is not to be kept. See `publish`."""
+        path = self.publish(step, model, trainer, config)
+        self.remove_old()
+        return path
+
+    def publish(self, step: int, model: dict[str, Any], trainer: dict[str, Any], config: str = "") -> Path:
+        """Write a checkpoint; when this returns it is whole and durable. The states must not change meanwhile.
 
         Raises:
-            CheckpointError: a value that safe loading would refuse, or the file system's refusal.
+            CheckpointError: a value that safe loading would refuse, or the file system's refusal. What was half written
+                is removed.
         """
         require_plain(model, "model")
         require_plain(trainer, "trainer")
-        target = self.path(step)
-        beside = self.folder / f".step-{step}.{os.getpid()}.tmp"
+        target, beside = self.path(step), self._beside(step)
         try:
             beside.mkdir(mode=0o700)
             files = {MODEL: _write(beside / MODEL, model), TRAINER: _write(beside / TRAINER, trainer)}
-            manifest = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n"
-            _write_bytes(beside / MANIFEST, manifest.encode("ascii"))
+            if config:
+                files[CONFIG] = _write_bytes(beside / CONFIG, config.encode("utf-8"))
+            _write_bytes(beside / MANIFEST, _manifest({"format": FORMAT, "step": step, "files": files}))
             _sync_folder(beside)
-            self._publish(beside, target)
-        except (OSError, RuntimeError) as error:  # torch's archive writer turns a full disk into a RuntimeError
+            if target.exists():  # a damaged one
+                os.rename(target, self._discarded(target))
+            os.rename(beside, target)
+            _sync_folder(self.folder)
+        except (OSError, RuntimeError) as error:
             shutil.rmtree(beside, ignore_errors=True)
             raise CheckpointError(
-                f"cannot write the checkpoint {target}: {error}; the ones before it are untouched"
+                f"cannot write the checkpoint {target}: {_why(error)}; the ones before it are untouched"
             ) from error
-        self._remove_oldest()
         return target
 
-    def _publish(self, beside: Path, target: Path) -> None:
-        if target.exists():  # a damaged one, or a resumed run that comes here again
-            os.rename(target, self._discarded(target))
-        os.rename(beside, target)
-        _sync_folder(self.folder)
+    def remove_old(self) -> None:
+        """Remove the oldest whole checkpoints beyond those that are kept, and whatever is no checkpoint any more."""
+        try:
+            whole = [step for step in self.steps() if _quick_damage(self.path(step)) is None]
+            for step in whole[: -self.keep]:
+                if self.keep_every is None or step % self.keep_every:
+                    # renamed first, so that no half-removed folder bears a checkpoint's name
+                    os.rename(self.path(step), self._discarded(self.path(step)))
+            self._clear()
+        except OSError as error:
+            log.warning("old checkpoints in %s could not be removed: %s", self.folder, _why(error))
 
-    def _remove_oldest(self) -> None:
-        whole = [step for step in self.steps() if _quick_damage(self.path(step)) is None]
-        for step in whole[: -self.keep]:
-            discarded = self._discarded(self.path(step))
-            os.rename(self.path(step), discarded)  # so that no half-removed folder bears a checkpoint's name
-            shutil.rmtree(discarded, ignore_errors=True)
+    def _clear(self) -> None:
         for entry in os.scandir(self.folder):
             if _STALE.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _beside(self, step: int) -> Path:
+        return self.folder / f".step-{step}.{os.getpid()}.tmp"
 
     def _discarded(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
@@ -135,46 +183,115 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, trainer
 
 
+def configuration(path: Path) -> str:
+    """The configuration that a checkpoint was made with, as YAML; empty when it does not say."""
+    try:
+        return (path / CONFIG).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """The size of each file of a whole checkpoint, the manifest's too."""
+    names = [*json.loads((path / MANIFEST).read_bytes())["files"], MANIFEST]
+    return {name: os.path.getsize(path / name) for name in names}
+
+
+def await_visible(path: Path, expected: Mapping[str, int], limit_s: float = VISIBLE_S) -> None:
+    """Return when this rank sees the files of a checkpoint in the sizes that rank 0 has seen.
+
+    Raises:
+        CheckpointError: it does not after `limit_s`; names the first file that is missing or has another size.
+    """
+    deadline, wait_s = time.monotonic() + limit_s, 0.05
+    while fault := _unseen(path, expected):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank 0 has chosen the checkpoint {path}, but here {fault}, {limit_s:.0f} s later: "
+                f"the run directory has to be on a file system that all nodes share"
+            )
+        time.sleep(wait_s)
+        wait_s = min(1.0, 2 * wait_s)
+        _look_again(path)
+
+
+def _unseen(path: Path, expected: Mapping[str, int]) -> str | None:
+    for name, size in expected.items():
+        try:
+            found = os.path.getsize(path / name)
+        except OSError as error:
+            return f"{name} cannot be found ({_why(error)})"
+        if found != size:
+            return f"{name} has {found} bytes of {size}"
+    return None
+
+
+def _look_again(path: Path) -> None:
+    """Have a network file system ask its server: opening a folder does, a look at a name may be answered from memory."""
+    for folder in (path.parent, path):
+        try:
+            os.listdir(folder)
+        except OSError:
+            return
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, in words; None when every byte is as it was written."""
     fault = _quick_damage(path)
     if fault is not None:
         return fault
     for name, facts in json.loads((path / MANIFEST).read_bytes())["files"].items():
-        digest = hashlib.sha256()
+        digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
         try:
-            with open(path / name, "rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
+            with open(path / name, "rb", buffering=0) as stream:
+                while count := stream.readinto(block):
+                    digest.update(block[:count])
         except OSError as error:
-            return f"{name}: {error.strerror or error}"
+            return f"{name}: {_why(error)}"
         if digest.hexdigest() != facts["sha256"]:
             return f"{name} is not what was written (its SHA-256 differs from the manifest's)"
     return None
 
 
 def _quick_damage(path: Path) -> str | None:
-    """As `damage`, by names and sizes alone."""
+    """As `damage`, by the manifest, names and sizes alone."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        data = (path / MANIFEST).read_bytes()
+        manifest = json.loads(data)
         files = {str(name): int(facts["size"]) for name, facts in manifest["files"].items() if facts["sha256"]}
-        version = manifest["format"]
+        version, step = manifest["format"], manifest["step"]
+        own = manifest.pop("sha256", None)
     except FileNotFoundError:
         return f"no {MANIFEST}, so it was never finished"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
-    if version != FORMAT:
-        return f"it has format {version}, and this version of the toolkit reads format {FORMAT}"
-    if set(files) != {MODEL, TRAINER}:
+    if version not in READABLE:
+        return f"it has format {version}, and this version of the toolkit reads format {READABLE[0]} to {READABLE[-1]}"
+    if (version >= 2 or own is not None) and data != _manifest(manifest):
+        return f"{MANIFEST} is not what was written (its own SHA-256 differs)"
+    if path.name != f"step-{step}":
+        return f"{MANIFEST} is that of step {step}"
+    if not {MODEL, TRAINER} <= set(files) <= {MODEL, TRAINER, CONFIG}:
         return f"{MANIFEST} lists {', '.join(sorted(files))}; {MODEL} and {TRAINER} were needed"
     for name, size in files.items():
         try:
             found = os.path.getsize(path / name)
         except OSError as error:
-            return f"{name}: {error.strerror or error}"
+            return f"{name}: {_why(error)}"
         if found != size:
             return f"{name} has {found} bytes of {size}"
     return None
+
+
+def _manifest(content: Mapping[str, Any]) -> bytes:
+    """A manifest's text, with the checksum of its content; the same content gives the same bytes."""
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode("ascii")).hexdigest()
+    return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode("ascii")
+
+
+def _why(error: BaseException) -> str:
+    """The cause alone, since the message around it names the path."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
 
 
 def require_plain(value: Any, where: str) -> None:
@@ -199,42 +316,82 @@ def require_plain(value: Any, where: str) -> None:
         )
 
 
-class _Hashing:
-    """A file that knows the SHA-256 and size of what was written to it; torch.save writes strictly forward."""
+class _Archive:
+    """What torch.save writes to: the file and, by a thread beside, its SHA-256. torch.save writes strictly forward.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    Nothing is raised from inside torch.save, which would lose the cause: what fails is in `error` afterwards. Nothing is
+    kept in a buffer of Python's either, which a process forked meanwhile would write out a second time.
+    """
+
+    def __init__(self, descriptor: int, hasher: ThreadPoolExecutor) -> None:
+        self.error: OSError | None = None
+        self._descriptor = descriptor
+        self._hasher = hasher
         self._digest = hashlib.sha256()
         self._size = 0
+        self._small = bytearray()
 
     def write(self, data: Any) -> int:
-        self._stream.write(data)
-        self._digest.update(data)
-        length = memoryview(data).nbytes
-        self._size += length
-        return length
+        view = memoryview(data).cast("B")
+        if view.nbytes < PIECE // 8:
+            self._small += view
+            if len(self._small) >= PIECE // 8:
+                self.flush()
+        else:
+            self.flush()
+            self._put(view)
+        return view.nbytes
 
     def flush(self) -> None:
-        self._stream.flush()
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._put(memoryview(small))
 
     def facts(self) -> dict[str, Any]:
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
+    def _put(self, view: memoryview) -> None:
+        if self.error is not None:
+            return
+        hashed = self._hasher.submit(self._digest.update, view)
+        done = 0
+        try:
+            while done < view.nbytes:
+                count = os.write(self._descriptor, view[done : done + PIECE])
+                os.posix_fadvise(self._descriptor, self._size + done, count, os.POSIX_FADV_DONTNEED)
+                done += count
+        except OSError as error:
+            self.error = error
+        finally:
+            hashed.result()  # the memory is torch.save's, and may be gone once this returns
+        self._size += done
+
 
 def _write(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-        hashing = _Hashing(stream)
-        torch.save(state, hashing)  # type: ignore[arg-type]
-        stream.flush()
-        os.fsync(stream.fileno())
-    return hashing.facts()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with ThreadPoolExecutor(1, "checksum") as hasher:
+            archive = _Archive(descriptor, hasher)
+            with torch_options.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+                torch.save(state, archive)  # type: ignore[arg-type]
+            archive.flush()
+        if archive.error is not None:
+            raise archive.error
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return archive.facts()
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _sync_folder(path: Path) -> None:

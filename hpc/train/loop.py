@@ -27,7 +27,9 @@ from hpc.train.loader import begin, end_workers, make_loader, set_threads_and_wo
 from hpc.train.metrics import Metrics
 from hpc.train.precision import autocast
 from hpc.train.progress import Progress, figure
+from hpc.train.record import Record
 from hpc.train.sampler import EpochSampler, MicroBatch
+from hpc.train.saving import Saved, Saving, expected_bytes
 from hpc.train.stop import Stop
 
 log = logging.getLogger("hpc.train")
@@ -85,26 +87,34 @@ class Parts:
 
 
 def train(
-    job: TrainingJob, config: TrainConfig, world: World, run: RunDirectory, progress: Progress, stop: Stop
+    job: TrainingJob,
+    config: TrainConfig,
+    world: World,
+    run: RunDirectory,
+    progress: Progress,
+    stop: Stop,
+    configuration: str = "",
 ) -> Outcome:
     """Train a job to its end, from its newest whole checkpoint on if there is one. Every rank calls this.
 
     A notice that `stop` has heard ends it earlier, with a checkpoint of the step that it has come to.
+    `configuration`: all settings of this attempt as YAML; they stand in the checkpoints.
 
     Raises:
         ConfigError: settings that do not fit the data, the model or the number of ranks.
         EnvironmentMismatch: ranks that see different data.
         CheckpointError: a checkpoint that cannot be written, or none that can be read though there are some.
     """
-    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints)
+    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints, config.keep_every_steps)
+    record = Record.of(run, world.is_rank_zero)
     if stop.here():
         return _not_begun(checkpoints, world)
     randomness.seed_all(config.seed)
     data = _take_data(job, config, world)
     if stop.here():
         return _not_begun(checkpoints, world)
-    newest = world.on_rank_zero(lambda: _newest(checkpoints))
-    saved = None if newest is None else checkpoint.read(newest)
+    newest, files = world.on_rank_zero(lambda: _newest(checkpoints))
+    saved = None if newest is None else _read(newest, files)
     position = _position(saved[1], data.sampler, config) if saved else Position()
     total = _total_steps(position, data.sampler, config)
     randomness.seed_all(config.seed)
@@ -115,13 +125,24 @@ def train(
         _restore_randomness(saved[1], config, world, position)
     else:
         randomness.seed_all(config.seed, 1 + world.rank)
+    record.note("resumed", step=position.step, checkpoint=None if newest is None else newest.name)
+    if position.step < total:
+        world.on_rank_zero(checkpoints.require_writable)
     metrics = Metrics(run) if world.is_rank_zero else None
     if metrics is not None:
         metrics.rewind(position.step)
-    loop = Loop(job, config, world, data, parts, checkpoints, metrics, progress, stop, position, total)
+    saving = Saving(
+        checkpoints,
+        configuration,
+        on_saved=lambda saved: _note_saved(record, saved),
+        expected_bytes=expected_bytes([*parts.model.parameters(), *parts.model.buffers()]),
+    )
+    stop.expect_save(saving.seconds_needed)
+    loop = Loop(job, config, world, data, parts, saving, record, metrics, progress, stop, position, total)
     try:
         return loop.run()
     finally:
+        saving.close()
         if position.step < total:
             end_workers()  # torch would wait five seconds for each that hangs
         progress.close()
@@ -139,7 +160,8 @@ class Loop:
         world: World,
         data: Data,
         parts: Parts,
-        checkpoints: Checkpoints,
+        saving: Saving,
+        record: Record,
         metrics: Metrics | None,
         progress: Progress,
         stop: Stop,
@@ -151,7 +173,8 @@ class Loop:
         self.world = world
         self.data = data
         self.parts = parts
-        self.checkpoints = checkpoints
+        self.saving = saving
+        self.record = record
         self.metrics = metrics
         self.progress = progress
         self.stop = stop
@@ -166,10 +189,11 @@ class Loop:
         self._loss = torch.zeros((), device=world.device)
         self._speed = Speed()
         self._saved_at = position.step  # where a checkpoint stands; at 0 there is nothing to save
+        self._first = position.step
 
     def run(self) -> Outcome:
         """Go on from the position to the last step or the agreed stop, save, evaluate."""
-        began, first = time.monotonic(), self.position.step
+        began, first = time.monotonic(), self._first
         self._stop_if_agreed()
         if first > 0 and self._evaluation_due() and not self.stopped:
             self._evaluate_unless_noted()
@@ -178,16 +202,18 @@ class Loop:
         self._speed.restart()
         while self.position.step < self.total and not self.stopped:
             self._epoch()
+        if self.stopped:
+            self.record.note("stopping", step=self.position.step, reason=self.stop.reason)
         if self._saved_at != self.position.step:
             self._save()
-        self.world.barrier()
+        self.world.on_rank_zero(self.saving.finish)  # no rank leaves before the last save is durable
         return Outcome(
             total_steps=self.total,
             steps=self.position.step - first,
             seconds=time.monotonic() - began,
             metrics=self.results,
             held_out=self.data.held_out_samples,
-            checkpoint=self.checkpoints.path(self.position.step) if self.position.step else None,
+            checkpoint=self.saving.path(self.position.step) if self.position.step else None,
             stopped_at=self.position.step if self.stopped else None,
         )
 
@@ -233,6 +259,9 @@ class Loop:
         if parts.scheduler is not None and not skipped:
             parts.scheduler.step()
         self._advance(samples)
+        self.saving.check()
+        if self.position.step == self._first + 1:
+            self.record.note("first_step", step=self.position.step)
         if self._log_due(self.position.step):
             self._log(samples, rate)
         self.progress.step(self.position.step)
@@ -277,8 +306,8 @@ class Loop:
             self._speed.restart()
 
     def _save(self) -> None:
-        """Write a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
-        self._saved_at = self.position.step
+        """Begin a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
+        began, self._saved_at = time.monotonic(), self.position.step
         generators = self.world.gather(randomness.capture(self.world.device))
         if generators is None:
             return
@@ -291,7 +320,7 @@ class Loop:
             "random": generators,
             "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
         }
-        self.checkpoints.write(self.position.step, parts.model.state_dict(), state)
+        self.saving.begin(self.position.step, parts.model.state_dict(), state, began)
 
     def _evaluation_due(self) -> bool:
         if self.data.held_out is None or self.position.step == 0:
@@ -421,9 +450,22 @@ def _not_begun(checkpoints: Checkpoints, world: World) -> Outcome:
     return Outcome(at, 0, 0.0, {}, 0, newest, stopped_at=at)
 
 
-def _newest(checkpoints: Checkpoints) -> Path | None:
+def _newest(checkpoints: Checkpoints) -> tuple[Path | None, dict[str, int]]:
+    """The checkpoint to go on from, and the sizes of its files, for ranks that may not see them yet."""
     checkpoints.prepare()
-    return checkpoints.newest()
+    newest = checkpoints.newest()
+    return newest, {} if newest is None else checkpoint.sizes(newest)
+
+
+def _read(path: Path, files: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What rank 0 has chosen and found whole, as soon as this rank sees it too."""
+    checkpoint.await_visible(path, files)
+    return checkpoint.read(path)
+
+
+def _note_saved(record: Record, saved: Saved) -> None:
+    seconds = {"stall_s": round(saved.stall_s, 4), "seconds": round(saved.seconds, 3)}
+    record.note("saved", step=saved.step, checkpoint=saved.checkpoint, **seconds, bytes=saved.bytes)
 
 
 def _position(trainer: Mapping[str, Any], sampler: EpochSampler, config: TrainConfig) -> Position:

@@ -23,7 +23,8 @@ class Config:
     folder: str = ""
     """Where each rank notes the ids of the samples it saw."""
     trouble: str = ""
-    """"exit", "raise", "sleep", "signal", "notice USR2 TERM" (this process signals itself, 0.2 s apart), or "group TERM"
+    """"exit" (as soon as no save is under way), "raise", "sleep", "signal", "notice USR2 TERM" (this process signals
+    itself, 0.2 s apart), "disk" (a full disk: what calls gets that error), or "group TERM"
     (the same to its process group, which is its own): what happens in the step `trouble_step` of rank `trouble_rank`."""
     trouble_step: int = 0
     """Counted from 1 in each process: calls of the loss, or of what `trouble_at` says."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -138,7 +140,12 @@ def make_trouble(kind: str) -> None:
         os.kill(target, signal.Signals[f"SIG{name}"])
     if kind in ("notice", "group"):
         return
+    if kind == "disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if kind == "exit":
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # a save that is under way: tests count on it
+                thread.join(30)
         os._exit(41)
     elif kind == "raise":
         raise ValueError("bad batch 17")
