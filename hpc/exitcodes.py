@@ -11,6 +11,8 @@ UNAVAILABLE = 69
 """Workers never started, or the ranks never found each other (sysexits.h: EX_UNAVAILABLE)."""
 WANTS_ANOTHER_ATTEMPT = 75
 """Saved, and wants to go on in another attempt (sysexits.h: EX_TEMPFAIL)."""
+HUNG = 124
+"""A worker was stopped, or made no step for too long, and was ended for it (as timeout(1) says it)."""
 BAD_ENVIRONMENT = 78
 """The environment of the job contradicts itself (sysexits.h: EX_CONFIG); no rank was started."""
 

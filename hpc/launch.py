@@ -8,6 +8,7 @@ python -m hpc.launch --local ...                                     here, whate
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def launch(arguments: argparse.Namespace) -> int:
     from hpc import config
     from hpc.allocation import allocation as allocations
+    from hpc.allocation import history
     from hpc.allocation.controller import Controller
     from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, run_name, write_private
 
@@ -98,6 +100,9 @@ def launch(arguments: argparse.Namespace) -> int:
         run_dir = RunDirectory.create(root, directory_name(run_name(loaded.config)), allocation.run_id or None)
     if not run_dir.config_file.exists():
         write_private(run_dir.config_file, loaded.to_yaml())
+    if allocation.job_id:
+        before = history.attempts_of_earlier_jobs(run_dir.events(), allocation.job_id)
+        allocation = dataclasses.replace(allocation, attempt=before + allocation.restarts)
     if started_in is None:
         tell_changed_code(run_dir)
     return Controller(allocation, loaded, run_dir, code=started_in).run()

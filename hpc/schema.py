@@ -77,6 +77,9 @@ class LaunchConfig:
     """How often workers that were killed, lost or never started are started again inside one allocation."""
     retry_failures: int = 0
     """How often a program that failed by itself (an exception, an exit code) is started again inside one allocation."""
+    hang_timeout_s: float = 600.0
+    """Seconds without a step after which a worker of a training job is taken to hang and is ended (saves, evaluations and the
+    start-up may take six times as long); 0 never does. A worker that is stopped by SIGSTOP is noticed after 10 s anyway."""
     resubmit: bool | None = None
     """Where the job may not be requeued, send a new one that goes on with the run, once after each attempt: null does so when the
     site forbids it, true also with slurm.requeue=false, false never (the command is printed)."""
@@ -118,7 +121,10 @@ class TrainConfig:
     eval_every_epochs: int = 1
     """Epochs between evaluations on the held-out samples; one always follows the last step. 0: only that one."""
     save_every_steps: int | None = None
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints; null: by time, see save_every_s. One is always written at the end."""
+    save_every_s: float | None = None
+    """Seconds between checkpoints, to the next logged step or so (log_every_steps); 0: none but the last one. null: chosen from what
+    a save is measured to cost and how often this run has failed, so that both lose the least time, and saving at most 2 %."""
     keep_checkpoints: int = 2
     """The newest whole checkpoints that are kept."""
     keep_every_steps: int | None = None
@@ -146,6 +152,13 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"train.{name}={value}: {bound} or more was needed")
+        if self.save_every_s is not None and not self.save_every_s >= 0:
+            raise ConfigError(f"train.save_every_s={self.save_every_s}: 0 or more was needed")
+        if self.save_every_s is not None and self.save_every_steps is not None:
+            raise ConfigError(
+                f"train.save_every_s={self.save_every_s:g} with train.save_every_steps={self.save_every_steps}: "
+                f"give one of them, and null for the other"
+            )
         for name in ("clip_grad_norm", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

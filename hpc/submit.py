@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"both a job ({job}) and a command (after --) are given; leave one out")
         if cut == len(words) - 1:
             raise UsageError("nothing follows --; a script and its arguments were needed")
+        if asked.continued is not None:
+            return _continue(asked.continued, words)
         loaded = _load(asked, job, overrides, words[cut + 1 :])
         if loaded.config.command:
             from hpc.command import check  # late: a job needs none of it
@@ -118,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and the config; make nothing")
     parser.add_argument("--local", action="store_true", help="run on this machine, without Slurm")
     parser.add_argument(
+        "--continue", dest="continued", metavar="RUN_DIR", help="send a run that has ended once more: it goes on"
+    )
+    parser.add_argument(
         "--follow", action="store_true", help="print the job's output until it ends; exit with its code"
     )
     parser.add_argument("--allow-root", action="store_true", help="submit although you are root")
@@ -153,6 +158,18 @@ def _print_plan(loaded: Loaded) -> int:
     print(f": <<'config.yaml'\n{plan.config_yaml.rstrip()}\nconfig.yaml", flush=True)
     for note in (*plan.notes, *without_outer_job(os.environ, keep_gpus=False).warnings):
         _tell(f"note: {note}")
+    return 0
+
+
+def _continue(path: str, words: Sequence[str]) -> int:
+    if len(words) > (1 if words[0].startswith("--continue=") else 2):
+        raise UsageError("--continue RUN_DIR stands alone: the run goes on as it was sent")
+    from hpc.login import submission
+
+    sent = submission.send_again(Path(path))
+    print(f"job {sent.job_id} submitted: {printable(sent.run_dir.name)}")
+    print(f"  follow     tail -F {printable(shlex.quote(str(sent.output)))}")
+    print(f"  cancel     scancel {sent.job_id}", flush=True)
     return 0
 
 

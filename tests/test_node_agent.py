@@ -484,6 +484,21 @@ def test_a_rank_of_the_core_that_fails_takes_the_others_along_though_they_hear_n
     assert "notice" not in step.text() and step.gone(5)
 
 
+def test_a_stopped_worker_is_ended_and_named(step: Step) -> None:
+    (step.folder / "wait.py").write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(300)\n")
+    step.agent(run_dir_environ(step, tasks_per_node=(1,)), "--workers-per-node", "2", "--", "wait.py")
+    step.wait_for("[rank 1] pid")
+    pid = int(step.text().split("[rank 1] pid ")[1].split()[0])
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    (ended,) = step.ends()
+    assert ended.code == 124 and time.monotonic() - stopped > 9, ended.stderr
+    outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+    assert outcome["first"]["rank"] == 1 and outcome["first"]["hung"] is True
+    assert outcome["first"]["message"].startswith("stopped (as by SIGSTOP) for ")
+    assert step.gone(5), step.left()
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(step: Step) -> None:
     (step.folder / "deaf.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(300)\n"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from hpc.allocation.history import stalled_attempts
+from hpc.allocation.allocation import Allocation
+from hpc.allocation.history import attempts_of_earlier_jobs, lost_hosts, stalled_attempts
 from hpc.allocation.policy import Action, Ending, Limits, decide, made_steps
+from hpc.allocation.requeue import JobFacts, exclusion, facts_of
 from hpc.slurm.states import JobState
 
 KILL, TERM, USR2, INT = (128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT))
@@ -60,6 +62,9 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     ({"code": KILL, "time_left_s": 30.0, **MADE}, REQUEUE, "30 s are too few"),
     ({"code": KILL, "time_left_s": 30.0, "may_requeue": False, **MADE}, FAIL, "30 s are left"),
     ({"code": KILL, "time_left_s": 3000.0}, AGAIN, "restart 1"),
+    ({"code": 124, "hung": "rank 1 on n1 stopped for 11 s"}, AGAIN, "rank 1 on n1 stopped for 11 s, restart 1 of 3"),
+    ({"code": 124, "hung": "rank 1 on n1 hung", "restarts": 3}, FAIL, "hung after 3 restarts"),
+    ({"code": 124}, FAIL, "exited 124"),  # the program's own word
     ({"code": 69}, AGAIN, "lost"),
     ({"code": 1, "reported": False}, AGAIN, "lost with their step"),
     ({"code": 1, "peer_gone": True}, AGAIN, "no longer reach"),
@@ -90,6 +95,71 @@ def test_what_happened_decides(what: dict[str, Any], action: Action, words: str)
     decision = decide(Ending(**{"notice_signals": NOTICES, **what}), Limits())
     assert decision.action is action and words in decision.reason, decision
     assert "\n" not in decision.reason
+
+
+def test_a_lost_node_is_excluded_and_nothing_else_is() -> None:
+    lost = decide(Ending(code=69, lost_nodes=("n2", "n3"), **MADE), Limits())
+    assert lost.action is REQUEUE and lost.exclude == ("n2", "n3")
+    for what, _, _ in TABLE:
+        if "lost_nodes" not in what:
+            assert decide(Ending(**{"notice_signals": NOTICES, **what}), Limits()).exclude == ()
+
+
+KIND, OTHER = ("gpu:a100:4", "rack1"), ("gpu:v100:4", "rack1")
+USABLE = {"n1": KIND, "n3": ("gpu:a100:4", "rack2"), "n4": OTHER, "n5": KIND}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "facts", "excluded"),
+    [
+        (3, {}, ("n2",)),
+        (3, {"excluded": "n[8-9]"}, ("n8", "n9", "n2")),  # the user's stay
+        (3, {"excluded": "n5"}, ()),  # it would wait for ever
+        (4, {}, ()),  # n4 is of another kind
+        (3, {"features": "rack1"}, ()),
+        (2, {"features": "rack1"}, ("n2",)),
+        (2, {"names_nodes": True}, ()),
+        (2, {"excluded": "n2"}, ()),
+    ],
+)
+def test_nodes_are_excluded_where_enough_others_are_left(
+    nodes: int, facts: dict[str, Any], excluded: tuple[str, ...]
+) -> None:
+    allocation = Allocation(job_id="7", nodes=nodes, node_list="n[1-2]")
+    assert exclusion(["n2"], JobFacts(**facts), allocation, USABLE) == excluded
+
+
+def test_a_limit_that_slurm_enforces_is_told_from_scancel() -> None:
+    fields = {"JobState": "COMPLETING", "Reason": "TimeLimit", "Requeue": "1"}
+    assert facts_of(fields).timed_out and not facts_of({**fields, "Reason": "None"}).timed_out
+    assert not facts_of({**fields, "JobState": "CANCELLED"}).timed_out
+
+
+def test_the_attempts_of_a_run_are_numbered_over_its_jobs() -> None:
+    def event(kind: str, job: str | None, attempt: int, **more: Any) -> dict[str, Any]:
+        return {"event": kind, "job_id": job, "attempt": attempt, **more}
+
+    events = [event("started", "7", 0), event("ended", "7", 1), event("started", "9", 2), event("resumed", None, 5)]
+    assert attempts_of_earlier_jobs(events, "7") == 3 and attempts_of_earlier_jobs(events, "9") == 2
+    assert attempts_of_earlier_jobs(events, "12") == 3 and attempts_of_earlier_jobs([], "7") == 0
+    no_step = {"decision": "requeue", "made_steps": False}
+    events = [event("decided", "7", 0, **no_step), event("decided", "7", 1, **no_step)]
+    assert stalled_attempts(events, "9", 2) == 0
+    events.append({"event": "continued", "job_id": "7", "new_job_id": "9"})
+    assert stalled_attempts(events, "9", 2) == 2
+
+
+def test_hosts_that_were_lost_are_known_to_the_next_attempt_alone() -> None:
+    first = {"code": 69, "host": "n4.site"}
+    events = [
+        {"event": "decided", "attempt": 0, "lost_nodes": ["n2"]},
+        {"event": "ended", "attempt": 1, "first": first},
+        {"event": "decided", "attempt": 1, "lost_nodes": ["n3"]},
+        {"event": "ended", "attempt": 1, "first": {"code": 137, "host": "n5"}},
+    ]
+    assert (
+        lost_hosts(events, 2) == ("n4.site", "n3") and lost_hosts(events, 1) == ("n2",) and lost_hosts(events, 3) == ()
+    )
 
 
 def test_pauses_grow() -> None:

@@ -190,6 +190,42 @@ def test_a_refused_requeue_is_tried_again_then_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_requeue_that_hangs_is_tried_again_then_told(tmp_path: Path) -> None:
+    job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_REQUEUE_SLEEP="300")
+    assert job.ends(100) == 75 and len(job.requeues()) == 3
+    assert "scontrol gave no answer within 10 s" in job.text
+    assert job.text.splitlines()[-1].endswith("it could not be requeued, type: scontrol requeue 7")
+
+
+@pytest.mark.slow
+def test_a_node_that_was_lost_is_left_out_of_the_next_attempt(tmp_path: Path) -> None:
+    two = {"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "SLURM_NTASKS": "2",
+           "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    (answers / "sinfo.1").write_text("n1|allocated\nn2|down*\n")
+    (answers / "sinfo.2").write_text("n1|allocated|gpu:2(S:0)|x\nn2|down*|gpu:2|x\nn3|idle|gpu:2|x\n")
+    show = RUNNING.replace("Requeue=1", "Requeue=1 Partition=low ExcNodeList=(null) ReqNodeList=(null)")
+    environ = {**two, "FAKE_SLURM_ANSWERS": str(answers), "FAKE_SCONTROL_SHOW_STDOUT": show}
+    script = ("launch.allow_loopback=true", "--", "sh", "-c", "echo re''ady; sleep 60")
+    job = Controller(tmp_path, *script, **environ)
+    job.wait_for("[rank 1] ready")
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if "hpc.node" in process.cmdline() and process.environ().get("SLURM_NODEID") == "1":
+            process.kill()
+            break
+    assert job.ends() == 75, job.text
+    calls = map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines())
+    assert ["update", "JobId=7", "ExcNodeList=n2"] in [call["argv"] for call in calls]
+    assert "lost n2; job 7 is back in the queue, without n2" in job.text
+    assert [event["exclude"] for event in job.record() if event["event"] == "requeued"] == [["n2"]]
+    job.out.write_text("")
+    again = Controller(tmp_path, *script[:4], "true", **{**environ, "SLURM_RESTART_COUNT": "1"})
+    again.ends()
+    assert "attempt 1 runs on n2 again, lost in attempt 0" in again.text
+
+
+@pytest.mark.slow
 def test_where_the_job_may_not_be_requeued_the_command_is_told(tmp_path: Path) -> None:
     job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=RUNNING.replace("Requeue=1", "Requeue=0"))
     assert job.ends() == 75 and not job.requeues()

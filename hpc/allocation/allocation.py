@@ -34,6 +34,9 @@ class Allocation:
     array_job_id: str | None = None
     array_index: str | None = None
     attempt: int = 0
+    """Counted over all jobs of a run; of the first one it is the number of restarts."""
+    restarts: int = 0
+    """How often Slurm has begun this job anew."""
     nodes: int = 1
     gpus_per_node: int | None = None
     cpus_per_task: int | None = None
@@ -78,6 +81,7 @@ def read(environ: Mapping[str, str]) -> Allocation:
         array_job_id=environ.get("SLURM_ARRAY_JOB_ID"),
         array_index=environ.get("SLURM_ARRAY_TASK_ID"),
         attempt=_number(environ, "SLURM_RESTART_COUNT") or 0,
+        restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
         nodes=_number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1,
         gpus_per_node=_gpus(environ),
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),

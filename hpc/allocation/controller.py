@@ -7,12 +7,11 @@ import ctypes
 import importlib.metadata
 import os
 import secrets
-import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,15 +21,27 @@ from typing import Any
 import hpc
 from hpc import exitcodes
 from hpc.allocation.allocation import Allocation
-from hpc.allocation.history import newest_checkpoint, stalled_attempts
+from hpc.allocation.history import lost_hosts, newest_checkpoint, stalled_attempts
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide, made_steps
-from hpc.allocation.requeue import KILLED_WITHIN_S, JobFacts, Requeued, continuation, job_facts, requeue
+from hpc.allocation.requeue import (
+    KILLED_WITHIN_S,
+    JobFacts,
+    Requeued,
+    continuation,
+    exclude,
+    job_facts,
+    may_resubmit,
+    requeue,
+    resubmit,
+)
+from hpc.allocation.running import RunningStep
 from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
-from hpc.errors import HpcError, NeverStarted, SlurmCommandError, printable
+from hpc.errors import HpcError, NeverStarted, NodelistError, SlurmCommandError, printable
 from hpc.rundir import ATTEMPT_VARIABLE, END_TIME_VARIABLE, RESTART_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 from hpc.slurm import commands
+from hpc.slurm.nodelist import expand_nodelist
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
@@ -88,6 +99,8 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
         command.append(f"--cores-asked={step.cpus_per_task}")
     command.append(f"--rendezvous-timeout={launch.rendezvous_timeout_s:g}")
     command.append(f"--grace={launch.grace_s:g}")
+    if launch.hang_timeout_s > 0:
+        command.append(f"--hang-timeout={launch.hang_timeout_s:g}")
     command.append(f"--warning={loaded.config.slurm.signal}")
     command += [f"--preload={name}" for name in launch.preload]
     if not launch.fork:
@@ -139,10 +152,11 @@ class Controller:
         )
         self.notices = (signal.SIGTERM, signal.Signals[f"SIG{loaded.config.slurm.signal}"])
         self.end_time = allocation.end_time
+        self.is_batch = True
         self.restarts = self.retried = 0
         self.steps_from = 0
         self.began = time.monotonic()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._running: RunningStep | None = None
         self._undelivered: list[int] = []
         self._events_before = 0
         self._heard: signal.Signals | None = None
@@ -158,10 +172,10 @@ class Controller:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         for number in {*FORWARDED, *self.notices}:
             signal.signal(number, self._forward)
-        if self.end_time is None:
-            self._ask_for_end_time()
+        self._ask_for_end_time()
         self.steps_from, _ = newest_checkpoint(self.run_dir)
         self.say(self.headline())
+        self._tell_lost_hosts()
         while True:
             self._clear_for_start()
             end = self._note_end(self.start_and_wait())
@@ -175,6 +189,14 @@ class Controller:
                     continue
                 decision = self._decide(end)  # a signal came meanwhile
             return self._act(decision, end)
+
+    def _tell_lost_hosts(self) -> None:
+        attempt = self.allocation.attempt
+        lost = lost_hosts(self.run_dir.events(), attempt)
+        if lost and self.allocation.node_list:
+            again = _named(lost, self.allocation.node_list)
+            if again:
+                complain(f"warning: attempt {attempt} runs on {', '.join(again)} again, lost in attempt {attempt - 1}")
 
     def say(self, text: str) -> None:
         print(f"hpc.launch: {printable(text)}", flush=True)
@@ -238,37 +260,44 @@ class Controller:
                 os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
 
         try:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 argv, env=self.environ(), cwd=self.code, stdin=subprocess.DEVNULL, preexec_fn=in_child
             )
         except OSError as error:
             raise NeverStarted(
                 f"cannot run {argv[0]}: {error.strerror}; is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"
             ) from None
+        batch_job = self.allocation.run_id if not local and self.is_batch else None
+        running = RunningStep(child, batch_job=batch_job, grace_s=self.loaded.config.launch.grace_s)
+        self._running = running
         for number in self._undelivered:
-            self._child.send_signal(number)  # it came while the child was being made
+            running.pass_on(number)  # it came while the child was being made
         self._undelivered.clear()
-        return exitcodes.from_returncode(self._wait(self._child))
+        try:
+            self._wait(running)
+            return exitcodes.from_returncode(running.code())
+        finally:
+            self._running = None
+            running.close()
 
-    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+    def _wait(self, running: RunningStep) -> None:
         """Wait for the step. Shortly before the time limit it gets SIGTERM, so that the requeue comes before Slurm's end.
 
         Not where the time was short from the start: then it would never run.
         """
         needed = self.loaded.config.launch.grace_s + LAST_ACTS_S
         left = self._time_left()
-        if left is None or left <= needed:
-            return child.wait()
-        with _Ending(child) as ending:
-            while left is not None and left > needed:
-                if ending.within(min(left - needed, LONGEST_WAIT_S)):
-                    return child.wait()
-                self._ask_for_end_time()  # somebody may have given the job more time
-                left = self._time_left()
-        self.say(f"{left or 0.0:.0f} s are left of the time limit: SIGTERM to the step")
-        self._notice = self._notice or "the time limit"
-        child.send_signal(signal.SIGTERM)
-        return child.wait()
+        watched = left is not None and left > needed
+        while not running.ends_within(min(left - needed, LONGEST_WAIT_S) if watched and left else LONGEST_WAIT_S):
+            if not watched:
+                continue
+            self._ask_for_end_time()  # somebody may have given the job more time
+            left = self._time_left()
+            if left is not None and left <= needed:
+                watched = False
+                self.say(f"{max(0.0, left):.0f} s are left of the time limit: SIGTERM to the step")
+                self._notice = self._notice or "the time limit"
+                running.pass_on(signal.SIGTERM)
 
     def _time_left(self) -> float | None:
         return None if self.end_time is None else self.end_time - time.time()
@@ -276,7 +305,8 @@ class Controller:
     def _ask_for_end_time(self) -> None:
         if not self.step.local:
             with contextlib.suppress(SlurmCommandError):
-                self.end_time = job_facts(self.allocation).end_time or self.end_time
+                facts = job_facts(self.allocation)
+                self.end_time, self.is_batch = facts.end_time or self.end_time, facts.is_batch
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -285,9 +315,7 @@ class Controller:
             self._notice = self._notice or self._heard.name
         elif number in (signal.SIGINT, signal.SIGHUP):
             self._keyboard = True
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
-        else:
+        if self._running is None or not self._running.pass_on(number):
             self._undelivered.append(number)
 
     # ---- between two starts, and at the end ------------------------------------------------------------------------
@@ -317,11 +345,14 @@ class Controller:
         self.run_dir.append_event(
             "ended",
             attempt=self.allocation.attempt,
+            job_id=self.allocation.job_id,
             restart=self.restart,
             code=end.code,
             started=end.started,
             signal=self._heard.name if self._heard else None,
             first={key: first.get(key) for key in ("rank", "host", "code", "message")} if first else None,
+            cause="hang" if first and first.get("hung") else None,
+            last_step=end.last_step,
             **self._steps(),
         )
         return end
@@ -345,13 +376,15 @@ class Controller:
             reported=end.reported,
             by_us=bool(first.get("by_us")),
             peer_gone=bool(first.get("peer_gone")),
+            hung=_hang(first),
             notice=self._notice or self._own_notice,
             notice_signals=tuple(int(number) for number in self.notices),
             keyboard=self._keyboard,
             state=facts.state,
             preempted=facts.preempted,
             timed_out=facts.timed_out,
-            may_requeue=facts.may_requeue,
+            may_requeue=facts.may_requeue
+            or may_resubmit(allocation, self.loaded, self.run_dir, is_batch=facts.is_batch),
             lost_nodes=self._lost_nodes(end),
             local=self.step.local,
             steps_from=steps["steps_from"],
@@ -372,6 +405,7 @@ class Controller:
             decision=decision.action.value,
             reason=decision.reason,
             made_steps=made_steps(ending),
+            lost_nodes=list(ending.lost_nodes),
             **steps,
         )
         return decision
@@ -386,14 +420,16 @@ class Controller:
             return JobFacts()
 
     def _lost_nodes(self, end: End) -> tuple[str, ...]:
-        """Nodes of the allocation that Slurm has given up, when an agent or its node has gone."""
+        """Nodes of the allocation that Slurm has given up or that are silent, when an agent or its node has gone."""
         gone = end.started and (not end.reported or end.code == exitcodes.UNAVAILABLE)
         if self.step.local or not gone or self.allocation.nodes < 2 or not self.allocation.node_list:
             return ()
+        first = end.first or {}
+        silent = _named([str(first.get("host"))], self.allocation.node_list) if first.get("silent") else ()
         try:
-            return tuple(commands.lost_nodes(self.allocation.node_list))
+            return tuple(dict.fromkeys((*commands.lost_nodes(self.allocation.node_list), *silent)))
         except SlurmCommandError:
-            return ()
+            return silent
 
     def _pause(self, seconds: float) -> bool:
         """Wait; False as soon as a notice came or somebody stopped it."""
@@ -437,51 +473,46 @@ class Controller:
             self.say(f"{headline}; go on with: {continuation(self.allocation, self.loaded, self.run_dir)}")
             return again
         signals = self._signals
+        act = exclude(self.allocation, decision.exclude, say=complain) if decision.exclude else tuple
         outcome = requeue(self.allocation, say=complain)
         if outcome is Requeued.QUEUED:
-            self.run_dir.append_event("requeued", attempt=attempt, job_id=run_id)
-            self.say(f"{headline}; job {run_id} is back in the queue")
+            without = act()
+            self.run_dir.append_event("requeued", attempt=attempt, job_id=run_id, exclude=list(without))
+            more = f", without {', '.join(without)}" if without else ""
+            self.say(f"{headline}; job {run_id} is back in the queue{more}")
             deadline = time.monotonic() + KILLED_WITHIN_S
             while self._signals == signals and time.monotonic() < deadline:
                 time.sleep(0.1)  # Slurm ends this batch step
         elif outcome is Requeued.ENDING:
             complain(f"{headline}; left as it is, since Slurm is ending job {run_id} itself")
         elif outcome is Requeued.NOT_ALLOWED:
-            is_batch = self._facts().is_batch
-            command = continuation(self.allocation, self.loaded, self.run_dir, is_batch=is_batch)
-            complain(f"{headline}; job {run_id} may not be requeued, go on with: {command}")
+            self._go_on_elsewhere(f"{headline}; job {run_id} may not be requeued")
         else:
             complain(f"{headline}; it could not be requeued, type: scontrol requeue {run_id}")
         return again
 
+    def _go_on_elsewhere(self, headline: str) -> None:
+        """This job may not come back: send a new one that goes on, where that is allowed, else tell the command."""
+        is_batch = self._facts().is_batch
+        command = continuation(self.allocation, self.loaded, self.run_dir, is_batch=is_batch)
+        if may_resubmit(self.allocation, self.loaded, self.run_dir, is_batch=is_batch):
+            try:
+                self.say(f"{headline}, so it goes on as job {resubmit(self.run_dir)}")
+                return
+            except SlurmCommandError as error:
+                complain(f"no new job could be sent: {error}")
+        complain(f"{headline}, go on with: {command}")
 
-class _Ending:
-    """A child's end, to be waited for with a time limit and without looking again and again. Source: pidfd_open(2)."""
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
-        self._selector = selectors.DefaultSelector()
-        self._descriptor: int | None = None
+def _hang(first: Mapping[str, Any]) -> str | None:
+    return f"rank {first.get('rank')} on {first.get('host')} {first.get('message')}" if first.get("hung") else None
 
-    def __enter__(self) -> _Ending:
-        try:
-            self._descriptor = os.pidfd_open(self._child.pid)
-            self._selector.register(self._descriptor, selectors.EVENT_READ)
-        except OSError:
-            return self  # a kernel before 5.3
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-
-    def within(self, seconds: float) -> bool:
-        """Whether it ended in that time; signals are handled meanwhile."""
-        if self._descriptor is not None:
-            return bool(self._selector.select(seconds))
-        try:
-            self._child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+def _named(hosts: Sequence[str], node_list: str) -> tuple[str, ...]:
+    """The nodes of a host list that these host names stand for; a host may call itself by a longer name."""
+    try:
+        nodes = expand_nodelist(node_list)
+    except NodelistError:
+        return ()
+    short = {host.split(".")[0] for host in hosts}
+    return tuple(node for node in nodes if node in hosts or node.split(".")[0] in short)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc import exitcodes
 from hpc.rundir import RunDirectory
 
 _STEP = re.compile(r"step-([0-9]+)")
@@ -29,17 +30,48 @@ def newest_checkpoint(run_dir: RunDirectory) -> tuple[int, Path | None]:
     return 0, None
 
 
+def attempts_of_earlier_jobs(events: Iterable[Mapping[str, Any]], job_id: str) -> int:
+    """How many attempts other jobs of the same run have had: their numbers come before this job's own."""
+    numbers = [
+        number
+        for event in events
+        if event.get("job_id") not in (None, "", job_id) and isinstance(number := event.get("attempt"), int)
+    ]
+    return max(numbers, default=-1) + 1
+
+
 def stalled_attempts(events: Iterable[Mapping[str, Any]], job_id: str, attempt: int) -> int:
-    """How many attempts of this job, the last ones before `attempt` and in a row, were requeued without a new step."""
-    made: dict[int, bool] = {}
-    for event in events:
-        if event.get("event") == "decided" and event.get("job_id") == job_id and event.get("decision") == "requeue":
+    """How many attempts, the last ones before `attempt` and in a row, asked to come back without a new step.
+
+    Those of this job, and of the jobs that it continues by itself.
+    """
+    jobs, made = {job_id}, dict[int, bool]()
+    for event in reversed(list(events)):
+        if event.get("event") == "continued" and event.get("new_job_id") in jobs:
+            jobs.add(str(event.get("job_id")))
+        elif event.get("event") == "decided" and event.get("job_id") in jobs and event.get("decision") == "requeue":
             number = event.get("attempt")
             if isinstance(number, int) and number < attempt:
-                made[number] = bool(event.get("made_steps"))
+                made.setdefault(number, bool(event.get("made_steps")))
     count = 0
     for number in sorted(made, reverse=True):
         if made[number]:
             break
         count += 1
     return count
+
+
+def lost_hosts(events: Iterable[Mapping[str, Any]], attempt: int) -> tuple[str, ...]:
+    """The nodes that were lost, or on which an agent was, in the attempt before this one."""
+    hosts: dict[str, None] = {}
+    for event in events:
+        if event.get("attempt") != attempt - 1:
+            continue
+        nodes = event.get("lost_nodes")
+        if event.get("event") == "decided" and isinstance(nodes, list):
+            hosts.update(dict.fromkeys(map(str, nodes)))
+        first = event.get("first")
+        if event.get("event") == "ended" and isinstance(first, Mapping):
+            if first.get("code") == exitcodes.UNAVAILABLE and first.get("host"):
+                hosts[str(first["host"])] = None
+    return tuple(hosts)

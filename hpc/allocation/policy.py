@@ -6,8 +6,8 @@
 | cancelled, or Slurm is ending the job already | fail: it never comes back by our doing |
 | stopped at the keyboard | fail |
 | saved and wants to go on (75), or ended by a notice | requeue, without limit as long as steps are made |
-| worker killed, agent lost, or never started | again, `max_restarts` times with a growing pause; when a notice came or time is short: requeue |
-| the same, and a node of the allocation is lost | requeue where the job may be, else fail |
+| worker killed or hung, agent lost, or never started | again, `max_restarts` times with a growing pause; when a notice came or time is short: requeue |
+| the same, and a node of the allocation is lost | requeue without that node where the job may come back, else fail |
 | an exception, or any other exit code | fail at once, unless `retry_failures` allows another try |
 """
 
@@ -47,6 +47,8 @@ class Decision:
     pause_s: float = 0.0
     is_retry: bool = False
     """Counts against `retry_failures` and not against `max_restarts`."""
+    exclude: tuple[str, ...] = ()
+    """Nodes that the next attempt does without, if there are enough others."""
     stalled: bool = False
     """Given up because too many attempts made no step."""
 
@@ -73,6 +75,8 @@ class Ending:
     """The first worker to end badly was ended by its agent, on a signal that came from outside."""
     peer_gone: bool = False
     """The first failure says no more than that another rank could no longer be reached."""
+    hung: str | None = None
+    """Which worker was ended because it was stopped or made no step, and how; None for none."""
     notice: str | None = None
     """The signal that came as a notice to the controller, by name."""
     notice_signals: tuple[int, ...] = (signal.SIGTERM,)
@@ -86,6 +90,7 @@ class Ending:
     timed_out: bool = False
     """Slurm is ending the job for its time limit, and for nothing else."""
     may_requeue: bool = True
+    """Or a new job may be sent that goes on."""
     lost_nodes: tuple[str, ...] = ()
     local: bool = False
     attempt: int = 0
@@ -178,6 +183,8 @@ def _broken(ending: Ending) -> str | None:
     """In what way the start was broken by something other than the program's own error; None when it was not."""
     if not ending.started:
         return None if ending.code in _DETERMINED else "no rank was started"
+    if ending.hung is not None:
+        return ending.hung
     name = killed_by(ending.code)
     if name is not None:
         return f"a worker or its agent was killed by {name}"
@@ -207,7 +214,7 @@ def _again_or_back(ending: Ending, limits: Limits, broken: str, noticed: str | N
         broken += f"; the allocation has lost {', '.join(ending.lost_nodes)}"
         if not ending.may_requeue:
             return Decision(action=Action.FAIL, reason=f"{broken}, and the job may not be requeued")
-        return _come_back(ending, broken)
+        return replace(_come_back(ending, broken), exclude=ending.lost_nodes)
     if ending.state is not None and ending.state.is_pending:
         return _come_back(ending, f"{broken}; Slurm has taken the job back into the queue")
     if noticed and not ending.local:

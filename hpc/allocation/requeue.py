@@ -7,21 +7,26 @@ that follows, and a job that was preempted or lost a node is requeued by Slurm i
 from __future__ import annotations
 
 import enum
+import re
 import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc.allocation.allocation import Allocation
 from hpc.config import Loaded
-from hpc.errors import SlurmCommandError
+from hpc.errors import NodelistError, SlurmCommandError
 from hpc.rundir import RunDirectory
 from hpc.slurm import commands
+from hpc.slurm.nodelist import expand_nodelist
 from hpc.slurm.states import JobState, parse_state
 
 TRY_PAUSES_S = (1.0, 5.0)
 ANSWER_LIMIT_S = 10.0
 """How long scontrol may take: what hangs is tried again, and the time left may be short."""
+RESUBMIT_LIMIT_S = 120.0
 KILLED_WITHIN_S = 60.0
 """How long after a requeue Slurm may take to end the batch step."""
 
@@ -33,6 +38,12 @@ class JobFacts:
     state: JobState | None = None
     restarts: int | None = None
     may_requeue: bool = True
+    partition: str = ""
+    excluded: str = ""
+    """Nodes that the job does without, in Slurm's notation."""
+    names_nodes: bool = False
+    """It asks for certain nodes."""
+    features: str = ""
     is_batch: bool = True
     preempted: bool = False
     end_time: float | None = None
@@ -69,6 +80,10 @@ def facts_of(fields: Mapping[str, str]) -> JobFacts:
         state=state,
         restarts=int(restarts) if restarts.isdecimal() else None,
         may_requeue=fields.get("Requeue", "1") != "0" and fields.get("BatchFlag", "1") != "0",
+        partition=fields.get("Partition", ""),
+        excluded=_given(fields, "ExcNodeList"),
+        names_nodes=bool(_given(fields, "ReqNodeList")),
+        features=_given(fields, "Features"),
         is_batch=fields.get("BatchFlag", "1") != "0",
         # also set in past tense after a requeue: only a running job is being preempted
         preempted=fields.get("PreemptTime", "None") not in ("None", "") and fields.get("JobState") == "RUNNING",
@@ -76,6 +91,11 @@ def facts_of(fields: Mapping[str, str]) -> JobFacts:
         # seen with 22.05.8: a job that scancel ends is COMPLETING too, without this reason
         timed_out=state is not None and state.is_completing and fields.get("Reason") == "TimeLimit",
     )
+
+
+def _given(fields: Mapping[str, str], name: str) -> str:
+    value = fields.get(name, "")
+    return "" if value == "(null)" else value
 
 
 def _moment(text: str) -> float | None:
@@ -96,7 +116,7 @@ def requeue(
     for pause in (*TRY_PAUSES_S, None):
         try:
             facts = job_facts(allocation)
-            verdict = _without_asking(facts, allocation.attempt, tried)
+            verdict = _without_asking(facts, allocation.restarts, tried)
             if verdict is not None:
                 return verdict
             tried = True
@@ -110,9 +130,9 @@ def requeue(
     return Requeued.REFUSED
 
 
-def _without_asking(facts: JobFacts, attempt: int, tried: bool) -> Requeued | None:
+def _without_asking(facts: JobFacts, restarts: int, tried: bool) -> Requeued | None:
     """The outcome when no requeue must be asked for, else None. `tried`: an earlier call may have been heard."""
-    if facts.restarts is not None and facts.restarts > attempt:
+    if facts.restarts is not None and facts.restarts > restarts:
         return Requeued.QUEUED
     if facts.state is not None and facts.state.is_pending:
         return Requeued.QUEUED
@@ -123,6 +143,92 @@ def _without_asking(facts: JobFacts, attempt: int, tried: bool) -> Requeued | No
     return None if facts.may_requeue else Requeued.NOT_ALLOWED
 
 
+def exclusion(
+    lost: Sequence[str], facts: JobFacts, allocation: Allocation, usable: Mapping[str, tuple[str, str]]
+) -> tuple[str, ...]:
+    """The nodes that the next attempt does without: those that the user excluded, and the lost ones; () for no change.
+
+    `usable`: GPUs and features of each node of the partition that may run jobs. Nothing is excluded where too few nodes
+    of the same kind would be left, since such a job waits for ever, or where the user asked for certain nodes. Pure.
+    """
+    before = expand_nodelist(facts.excluded) if facts.excluded else []
+    new = [node for node in lost if node not in before]
+    if not new or facts.names_nodes:
+        return ()
+    kinds = {_kind(usable[node], facts) for node in expand_nodelist(allocation.node_list) if node in usable}
+    left = [name for name, kind in usable.items() if name not in (*before, *new) and _kind(kind, facts) in kinds]
+    return (*before, *new) if len(left) >= allocation.nodes else ()
+
+
+def _kind(kind: tuple[str, str], facts: JobFacts) -> tuple[str, str]:
+    gpus, features = kind
+    return gpus, features if facts.features else ""  # features that the job does not ask for may differ
+
+
+def exclude(
+    allocation: Allocation,
+    lost: Sequence[str],
+    *,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Callable[[], tuple[str, ...]]:
+    """Ask what there is, before the requeue; the result is called after it, and returns the nodes that are excluded now.
+
+    Seen with 22.05.8: Slurm lets the user change these nodes from the moment of the requeue on, though the job still ends.
+    """
+    chosen: tuple[str, ...] = ()
+    try:
+        facts = job_facts(allocation)
+        chosen = exclusion(lost, facts, allocation, commands.usable_nodes(facts.partition))
+    except (SlurmCommandError, NodelistError) as error:
+        say(f"{', '.join(lost)} cannot be excluded: {error}")
+
+    def act() -> tuple[str, ...]:
+        for pause in (0.3, 0.7, None) if chosen else ():
+            try:
+                commands.exclude_nodes(allocation.run_id, chosen, timeout_s=ANSWER_LIMIT_S)
+                return chosen
+            except SlurmCommandError as error:
+                if pause is None:
+                    say(f"{', '.join(lost)} could not be excluded: {error}")
+                else:
+                    sleep(pause)
+        return ()
+
+    return act
+
+
+def may_resubmit(allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, is_batch: bool) -> bool:
+    """Whether the run goes on as a new job when this one may not be requeued: it is allowed to, and was sent by hpc.submit.
+
+    Not an element of an array: the script asks for all of them. Pure but for a look whether there is a script.
+    """
+    allowed = loaded.config.launch.resubmit
+    if allowed is None:
+        allowed = loaded.config.slurm.requeue
+    return allowed and is_batch and allocation.array_index is None and run_dir.job_script.is_file()
+
+
+def resubmit(run_dir: RunDirectory) -> str:
+    """Send the job that goes on with this run, through the door of the login node; returns its id.
+
+    Raises:
+        SlurmCommandError: it was not sent, or nobody can tell.
+    """
+    argv = [sys.executable, "-m", "hpc.submit", "--continue", str(run_dir.path)]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="backslashreplace", timeout=RESUBMIT_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmCommandError(f"no answer within {RESUBMIT_LIMIT_S:g} s: look whether it is in the queue") from None
+    found = re.match(r"job ([0-9]+) submitted", done.stdout)
+    if done.returncode != 0 or found is None:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise SlurmCommandError(lines[-1] if lines else f"hpc.submit exited {done.returncode}")
+    return found[1]
+
+
 def continuation(allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, is_batch: bool = True) -> str:
     """The command that goes on with this run, to be typed by the user."""
     path = shlex.quote(str(run_dir.path))
@@ -130,6 +236,8 @@ def continuation(allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, 
         return f"python -m hpc.launch --local --run-dir {path}"
     if not is_batch:
         return f"python -m hpc.launch --run-dir {path}"
+    if run_dir.job_script.is_file():
+        return f"python -m hpc.submit --continue {path}"
     words = ["python -m hpc.submit", f"--config {shlex.quote(str(run_dir.config_file))}"]
     slurm = loaded.config.slurm
     if allocation.nodes != slurm.nodes:  # a raw sbatch: its options are not in the configuration

@@ -25,6 +25,8 @@ class End:
     """The agents could say how it ended."""
     first: Mapping[str, Any] | None = None
     others: int = 0
+    last_step: int | None = None
+    """The newest step that the heartbeats have told of; None when it is unknown."""
 
     @property
     def never_started(self) -> bool:
@@ -57,6 +59,7 @@ def read_end(folder: Path, code: int, *, started: bool) -> End:
         reported=True,
         first=first if isinstance(first, dict) else None,
         others=int(outcome.get("others", 0)),
+        last_step=step if isinstance(step := outcome.get("last_step"), int) else None,
     )
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc.errors import SlurmCommandError, SubmissionError
@@ -47,8 +47,8 @@ _REASONS = (
 _OFFERS_MATTER = re.compile(r"partition|node|processors|generic resource|feature|time limit|memory|gres", re.IGNORECASE)
 
 
-def deliver(script: Path, environ: Mapping[str, str]) -> str:
-    """Run sbatch on the script and return the job's id.
+def deliver(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()) -> str:
+    """Run sbatch on the script and return the job's id; `options` of sbatch count before those in the script.
 
     sbatch runs once. If its answer is lost, the job is looked for by the script's path, which no other job has.
 
@@ -59,7 +59,7 @@ def deliver(script: Path, environ: Mapping[str, str]) -> str:
     try:
         umask = os.umask(0o077)  # sbatch hands it on, and the job's output file is made with it
         try:
-            answer = commands.ask("sbatch", [str(script)], timeout_s=SUBMIT_TIMEOUT_S, environ=environ)
+            answer = commands.ask("sbatch", [*options, str(script)], timeout_s=SUBMIT_TIMEOUT_S, environ=environ)
         finally:
             os.umask(umask)
     except (SlurmCommandError, KeyboardInterrupt) as error:

@@ -19,6 +19,7 @@ from hpc.login import delivery
 from hpc.login.inherited import without_outer_job
 from hpc.login.plan import Place, Plan, make_plan, output_file
 from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private
+from hpc.slurm import commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,57 @@ def send(loaded: Loaded) -> Sent:
     is_array = any(key == "array" for key, _ in plan.directives)
     output = output_file(plan.run_dir, f"{job_id}_*" if is_array else job_id)
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    """A run that goes on as another job."""
+
+    job_id: str
+    run_dir: Path
+    output: Path
+
+
+def send_again(path: Path) -> Continued:
+    """Send the batch script of a run once more: the same request, code and run directory, for its next attempt.
+
+    Once after each attempt, whoever asks. Inside the run's own job the new one waits for the end of that.
+
+    Raises:
+        UsageError: no such run, a job of it is in the queue or runs, or it was continued after this attempt already.
+        SubmissionError: the cluster refused, and nothing is queued.
+        SlurmCommandError: no answer from Slurm, so that the job may be queued.
+    """
+    run_dir = RunDirectory.open(path)
+    if not run_dir.job_script.is_file():
+        raise UsageError(
+            f"{printable(str(path))} has no job.sh: it was not sent by hpc.submit; send it as you did before"
+        )
+    events = list(run_dir.events())
+    jobs = [str(event["job_id"]) for event in events if event.get("event") == "submitted" and event.get("job_id")]
+    jobs += [str(event["new_job_id"]) for event in events if event.get("event") == "continued"]
+    last = max((event["attempt"] for event in events if isinstance(event.get("attempt"), int)), default=0)
+    inherited = without_outer_job(os.environ, keep_gpus=False)
+    own = inherited.outer_job
+    if jobs and jobs[-1] != own:
+        state = commands.state_of(jobs[-1])
+        if state is not None and (state.is_running or state.is_pending or state.is_completing):
+            raise UsageError(f"job {jobs[-1]} of this run is {state.value}: it goes on there; scancel it first")
+    script = run_dir.path / f"job-after-{last}.sh"
+    try:
+        descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise UsageError(f"attempt {last} was continued already, see {printable(str(script))}") from None
+    with open(descriptor, "wb") as stream:
+        stream.write(run_dir.job_script.read_bytes())
+    options = [f"--dependency=afterany:{own}"] if own is not None and own in jobs else []
+    try:
+        job_id = delivery.deliver(script, inherited.environ, options)
+    except SubmissionError:
+        script.unlink()
+        raise
+    run_dir.append_event("continued", attempt=last, job_id=jobs[-1] if jobs else None, new_job_id=job_id)
+    return Continued(job_id=job_id, run_dir=run_dir.path, output=output_file(run_dir.path, job_id))
 
 
 def _prepare(loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:

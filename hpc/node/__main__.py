@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rendezvous_timeout_s=asked.rendezvous_timeout,
             grace_s=asked.grace,
             allow_loopback=asked.allow_loopback,
+            hang_timeout_s=asked.hang_timeout,
             cores_asked=asked.cores_asked,
             warning=signal.Signals[f"SIG{asked.warning}"],
             code=code,
@@ -124,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rendezvous-timeout", type=_seconds, default=600.0, metavar="S", help="how long ranks wait for each other"
     )
     parser.add_argument("--grace", type=_seconds, default=30.0, metavar="S", help="from a passed-on SIGTERM to SIGKILL")
+    parser.add_argument(
+        "--hang-timeout", type=_seconds, default=0.0, metavar="S", help="end a worker that makes no step for so long"
+    )
     parser.add_argument(
         "--warning", type=_signal, default="USR2", metavar="SIGNAL", help="the notice that is passed on"
     )

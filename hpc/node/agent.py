@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc import exitcodes
+from hpc import beats, exitcodes
 from hpc.command import Target, target_of
 from hpc.errors import HpcError, printable
 from hpc.node import leftovers, preload, signals
@@ -30,6 +30,7 @@ from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection
 from hpc.node.outcome import Failure, first_failure, read_error_file
 from hpc.node.preflight import GpuCheck
+from hpc.node.pulse import LOOK_S, Pulse, Watch
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
 from hpc.node.streams import WorkerStream, open_log
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start, adopt_orphans, die_with_parent
@@ -64,6 +65,8 @@ class AgentSettings:
     allow_loopback: bool = False
     warning: signal.Signals = signal.SIGUSR2
     """The signal of slurm.signal: passed on, and no reason for anybody to end."""
+    hang_timeout_s: float = 0.0
+    """0: nobody looks for workers that hang."""
     cores_asked: int | None = None
     """Cores that were asked for this task, to warn when it got fewer."""
     code: str | None = None
@@ -88,7 +91,10 @@ class Worker:
     log: Path | None
     log_descriptor: int | None
     error_file: Path | None
+    pulse: Pulse
     ended_by_us: bool = False
+    fault: str | None = None
+    """Why its agent has ended it: stopped, or hung."""
     code: int | None = None
 
 
@@ -142,6 +148,8 @@ class Agent:
         self._settled = False
         self._unheard: list[tuple[Worker, signal.Signals]] = []  # warnings for scripts that have no handler yet
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
+        self._watch = Watch()
+        self._last_step: int | None = None  # the newest one that any worker's heartbeat has told of
         self._parent = os.getppid()
 
     def note(self, text: str) -> None:
@@ -248,12 +256,14 @@ class Agent:
         log = open_log(self.folder, info.rank)
         streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
         error_file = self.folder / f"error-{info.rank}.json" if self.folder is not None and log is not None else None
+        pulse = Pulse()
         start = Start(
             target=self.target,
-            environ=self._environ(info, cores, extra, error_file),
+            environ={**self._environ(info, cores, extra, error_file), beats.VARIABLE: str(pulse.descriptor)},
             cores=cores,
             stdout=streams[0].writer,
             stderr=streams[1].writer,
+            heartbeat=pulse.descriptor,
             agent=agent,
             warnings=self.warnings,
         )
@@ -263,10 +273,11 @@ class Agent:
             self._in_worker(start, streams, fork)
             return start
         signals.release()
+        pulse.close_descriptor()
         for stream in streams:
             stream.close_writer()
         path = self.folder / f"rank-{info.rank}.log" if self.folder is not None and log is not None else None
-        self.workers.append(Worker(info, pid, streams, path, log, error_file))
+        self.workers.append(Worker(info, pid, streams, path, log, error_file, pulse))
         return None
 
     def _in_worker(self, start: Start, streams: list[WorkerStream], fork: bool) -> None:
@@ -327,6 +338,7 @@ class Agent:
             self.run_dir.append_event(
                 "started",
                 attempt=self.assembly.attempt,
+                job_id=self.task.job_id,
                 layout=self.task.layout,
                 world_size=go.infos[0].world_size,
                 nodes=[list(place) for place in go.places[:2000]],
@@ -348,8 +360,10 @@ class Agent:
                 for sock in self._sockets():
                     selector.register(sock, selectors.EVENT_READ, self._on_message)
                 wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                if self.state is not State.OVER:
+                    wait = LOOK_S if wait is None else min(wait, LOOK_S)
                 if self._unheard:
-                    wait = LISTEN_S if wait is None else min(wait, LISTEN_S)
+                    wait = LISTEN_S if wait is None else min(wait, LISTEN_S)  # shorter than LOOK_S
                 for key, _ in selector.select(wait):
                     if isinstance(key.data, tuple):
                         self._on_output(*key.data)
@@ -357,6 +371,8 @@ class Agent:
                         key.data(key.fileobj)
             if self._unheard:
                 self._tell_unheard()
+            if self.state is State.RUNNING and (times := self._watch.look()) is not None:
+                self._look_at_workers(*times)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._conclude()
@@ -488,6 +504,36 @@ class Agent:
             self.assembly.guest.send(failed=failure.to_dict())
         self._add(failure)
 
+    def _look_at_workers(self, since_s: float, watched_s: float) -> None:
+        """A worker that is stopped or hangs is ended, and is the cause when the others wait for it in vain."""
+        for worker in self.workers:
+            if worker.code is not None or worker.fault is not None:
+                continue
+            worker.fault = worker.pulse.fault(worker.pid, since_s, watched_s, self.settings.hang_timeout_s)
+            if worker.fault is not None:
+                beat = worker.pulse.beat()
+                self.note(f"rank {worker.info.rank} {worker.fault}: ending it")
+                failure = Failure(
+                    rank=worker.info.rank,
+                    host=self.host_name,
+                    code=exitcodes.HUNG,
+                    time=time.time() - (beat.age_s if beat is not None else 0.0),  # who was silent first is the cause
+                    message=worker.fault,
+                    log=str(worker.log or ""),
+                    hung=True,
+                )
+                worker.ended_by_us = True
+                os.killpg(worker.pid, signal.SIGKILL)
+                if self.assembly.guest is not None:
+                    self.assembly.guest.send(failed=failure.to_dict())
+                self._add(failure)
+
+    def _steps_seen(self) -> int | None:
+        """The newest step that this task's workers and, on rank zero's agent, all others have told of."""
+        steps = [beat.step for worker in self.workers if (beat := worker.pulse.beat()) and beat.step is not None]
+        self._last_step = max([*steps, *([self._last_step] if self._last_step is not None else [])], default=None)
+        return self._last_step
+
     def _wait_for_saving(self) -> None:
         """A worker has saved and left: the others do so at the same step, and get the grace time for it."""
         self._saved = True
@@ -528,10 +574,11 @@ class Agent:
                 elif "over" in message:
                     self._told_over = message["over"]
             if gone:
+                silent = self.assembly.guest.silent
                 self.assembly.guest.close()
                 self.assembly.guest = None
                 if self._told_over is None:
-                    self._lost(0, self.task.master_host)
+                    self._lost(0, self.task.master_host, silent=silent)
 
     def _hear(self, task: int, message: Mapping[str, Any]) -> None:
         """Rank zero's agent: news of another one."""
@@ -539,22 +586,27 @@ class Agent:
             self._add(Failure.from_dict(message["failed"]))
         elif "ended" in message:
             self._reports[task] = message["ended"]
+            step = message["ended"].get("step")
+            if isinstance(step, int):
+                self._last_step = max(step, self._last_step or 0)
             if message["ended"].get("code") == exitcodes.WANTS_ANOTHER_ATTEMPT:
                 self._wait_for_saving()
         elif "gone" in message and task not in self._reports:
             assert self.assembly.host is not None and self.go is not None
             self._reports[task] = {"code": exitcodes.UNAVAILABLE}
             place = self.go.places[task] if task < len(self.go.places) else ("?", -1, 0)
-            self._lost(place[1], place[0])
+            self._lost(place[1], place[0], silent=bool(message.get("silent")))
 
-    def _lost(self, rank: int, host: str) -> None:
+    def _lost(self, rank: int, host: str, *, silent: bool) -> None:
+        how = "its node does not answer" if silent else "its node was lost, or the agent was killed"
         self._add(
             Failure(
                 rank=rank,
                 host=host,
                 code=exitcodes.UNAVAILABLE,
                 time=time.time(),
-                message=f"the agent on {host} is gone: its node was lost, or the agent was killed",
+                message=f"the agent on {host} is gone: {how}",
+                silent=silent,
             )
         )
 
@@ -565,7 +617,7 @@ class Agent:
         leftovers.end_descendants(spare)
         worst = max((worker.code or 0 for worker in self.workers), default=0)
         if self.assembly.guest is not None:
-            self.assembly.guest.send(ended={"code": worst})
+            self.assembly.guest.send(ended={"code": worst, "step": self._steps_seen()})
         self._reports[self.task.task_rank] = {"code": worst}
         if self.failures:
             self._set_deadline(REPORT_LIMIT_S)
@@ -608,6 +660,7 @@ class Agent:
             return
         others = sum(1 for failure in self.failures if failure is not first and not failure.by_us)
         outcome = {"code": code, "first": first.to_dict() if first else None, "others": others}
+        outcome["last_step"] = self._steps_seen()
         try:
             beside = self.folder / ".outcome.json"
             beside.write_text(json.dumps(outcome), encoding="utf-8")

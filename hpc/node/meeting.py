@@ -12,6 +12,7 @@ One connection per agent, held for the whole step: a connection that breaks tell
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -26,6 +27,7 @@ from hpc.errors import RendezvousError
 
 GREETING = "hpc-meeting-1"
 MESSAGE_LIMIT = 256 * 1024
+_SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 class Connection:
@@ -36,6 +38,8 @@ class Connection:
         self.proven = False
         self.challenge = secrets.token_hex(16)
         self.task: int | None = None
+        self.silent = False
+        """The other end did not close it: its whole node does not answer any more."""
         self._incoming = b""
         self._outgoing = b""
         sock.setblocking(False)
@@ -46,6 +50,8 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            # and as soon when something was on its way to it, which otherwise is sent again for a quarter of an hour
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -76,7 +82,8 @@ class Connection:
                 data = self.sock.recv(65536)
             except BlockingIOError:
                 break
-            except OSError:
+            except OSError as error:
+                self.silent = error.errno in _SILENCE
                 data = b""
             if not data:
                 gone = True
@@ -154,7 +161,7 @@ class Host:
         if gone:
             self._strangers.discard(connection)
             if connection.task is not None and self.connections.pop(connection.task, None) is not None:
-                news.append((connection.task, {"gone": True}))
+                news.append((connection.task, {"gone": True, "silent": connection.silent}))
             connection.close()
         return news
 

@@ -30,6 +30,10 @@ class Failure:
     message: str
     traceback: str = ""
     log: str = ""
+    silent: bool = False
+    """The whole node does not answer."""
+    hung: bool = False
+    """Ended by its agent because it was stopped or made no step."""
     by_us: bool = False
     """Ended by its agent because another one had failed or a signal had come."""
 

@@ -58,6 +58,8 @@ class Start:
     stderr: int
     agent: int
     """The agent's process id."""
+    heartbeat: int = -1
+    """The descriptor of the shared memory that HPC_HEARTBEAT names."""
 
     warnings: Sequence[signal.Signals] = WARNINGS
     """What must not kill a script that has no handler for it."""
@@ -68,6 +70,8 @@ class Start:
         die_with_parent(self.agent)
         os.dup2(self.stdout, 1)
         os.dup2(self.stderr, 2)
+        if self.heartbeat >= 0:
+            os.set_inheritable(self.heartbeat, True)
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -28,6 +28,7 @@ _FREE_TEXT = frozenset(
 _AFTER_FREE_TEXT = frozenset(
     "UserId WorkDir Comment AdminComment SystemComment StdErr StdIn StdOut Power TresPerNode MailUser".split()
 )
+_USABLE = ("idle", "mix", "alloc", "comp", "resv", "plan")
 _told: set[str] = set()
 
 
@@ -277,7 +278,9 @@ def find_job_by_command(script_path: str | os.PathLike[str]) -> str | None:
     return str(max(found)) if found else None
 
 
-def cancel(job_id: str, *, signal_name: str | None = None, whole_job: bool = False) -> None:
+def cancel(
+    job_id: str, *, signal_name: str | None = None, whole_job: bool = False, timeout_s: float = TIMEOUT_S
+) -> None:
     """Cancel a job, or send it a signal: to its steps' tasks, or with `whole_job` to the batch step as well.
 
     A job that has already ended is no error.
@@ -288,7 +291,7 @@ def cancel(job_id: str, *, signal_name: str | None = None, whole_job: bool = Fal
     arguments = [] if signal_name is None else [f"--signal={signal_name}"]
     if whole_job:
         arguments.append("--full")
-    answer = ask("scancel", [*arguments, _checked(job_id)])
+    answer = ask("scancel", [*arguments, _checked(job_id)], timeout_s=timeout_s)
     if answer.returncode != 0 and "already complet" not in answer.stderr.lower():
         raise SlurmCommandError(f"scancel {job_id}: {answer.complaint}")
 
@@ -309,6 +312,36 @@ def lost_nodes(node_list: str) -> list[str]:
         if state.endswith("*") or state.lower().startswith(("down", "fail")):
             lost[name] = None
     return list(lost)
+
+
+def usable_nodes(partition: str) -> dict[str, tuple[str, str]]:
+    """GPUs and features of each node of a partition (or of several, "a,b") that may run jobs, by name.
+
+    Raises:
+        SlurmCommandError: sinfo failed.
+    """
+    answer = ask("sinfo", ["--noheader", "--Node", f"--partition={partition}", "--format=%N|%T|%G|%f"])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"sinfo: {answer.complaint}")
+    nodes = {}
+    for line in answer.stdout.splitlines():
+        columns = line.strip().split("|")
+        if len(columns) == 4 and columns[1].lower().startswith(_USABLE) and not columns[1].endswith("*"):
+            nodes[columns[0]] = (re.sub(r"\([^)]*\)", "", columns[2]), columns[3])
+    return nodes
+
+
+def exclude_nodes(job_id: str, nodes: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> None:
+    """Have a job that waits do without these nodes from now on; they replace those that it did without before.
+
+    Raises:
+        SlurmCommandError: Slurm refused, as it does for a job that runs.
+    """
+    answer = ask(
+        "scontrol", ["update", f"JobId={_checked(job_id)}", f"ExcNodeList={','.join(nodes)}"], timeout_s=timeout_s
+    )
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"scontrol update of job {job_id}: {answer.complaint}")
 
 
 def requeue(job_id: str, *, timeout_s: float = TIMEOUT_S) -> None:

@@ -1,0 +1,91 @@
+"""The step while it runs: waited for without looking again and again, and told what the batch step is told."""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+
+from hpc.errors import SlurmCommandError
+from hpc.slurm import commands
+
+ANSWER_LIMIT_S = 10.0
+AFTER_GRACE_S = 3.0
+"""How long after the grace time a step may still take before srun itself is told to end it."""
+LOOK_S = 0.2  # only where the kernel has no pidfd_open
+
+
+class RunningStep:
+    """One srun (or the agent of a local run) that was started.
+
+    srun passes warnings on to its tasks, but takes SIGTERM for an order to kill the step at once (seen with 22.05.8:
+    "forcing job termination"). So the tasks of a batch job get theirs by scancel, and keep their grace time.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], *, batch_job: str | None, grace_s: float) -> None:
+        """`batch_job`: the job whose steps scancel may signal; None where the child itself gets every signal."""
+        self._child, self._batch_job, self._grace_s = child, batch_job, grace_s
+        self._end_wanted = self._end_sent = False
+        self._force_at = math.inf
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reader, selectors.EVENT_READ)
+        self._pidfd: int | None = None
+        try:
+            self._pidfd = os.pidfd_open(child.pid)  # Linux 5.3
+            self._selector.register(self._pidfd, selectors.EVENT_READ)
+        except OSError:
+            pass
+
+    def pass_on(self, number: int) -> bool:
+        """A signal of the batch step; a signal handler may call this. False when the step has ended."""
+        if self._child.poll() is not None:
+            return False
+        if number == signal.SIGTERM and self._batch_job is not None:
+            self._end_wanted = True
+            os.write(self._writer, b"\0")
+        else:
+            self._child.send_signal(number)
+        return True
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most so long; True when the step has ended."""
+        deadline = time.monotonic() + seconds
+        while self._child.poll() is None:
+            if self._end_wanted and not self._end_sent:
+                self._end_sent = True
+                self._tell_tasks()
+            now = time.monotonic()
+            if now >= self._force_at:
+                self._force_at = math.inf
+                self._child.send_signal(signal.SIGTERM)
+            if now >= deadline:
+                return False
+            wait = min(deadline, self._force_at) - now
+            self._selector.select(wait if self._pidfd is not None else min(wait, LOOK_S))
+            try:
+                os.read(self._reader, 4096)
+            except BlockingIOError:
+                continue
+        return True
+
+    def code(self) -> int:
+        """The return code of the child, which has ended."""
+        return self._child.wait()
+
+    def close(self) -> None:
+        self._selector.close()
+        for descriptor in (self._reader, self._writer, self._pidfd):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _tell_tasks(self) -> None:
+        assert self._batch_job is not None
+        try:
+            commands.cancel(self._batch_job, signal_name="TERM", timeout_s=ANSWER_LIMIT_S)
+            self._force_at = time.monotonic() + self._grace_s + AFTER_GRACE_S
+        except SlurmCommandError:
+            self._force_at = 0.0  # Slurm cannot be reached: srun can
