@@ -12,6 +12,7 @@ import pytest
 from steps import ROOT
 
 from hpc.errors import UsageError
+from hpc.login.shares import shares
 from hpc.login.status import report_lines, running_share, starts_of
 
 NODES = [["n1", 0, 4], ["n1", 4, 4], ["n2", 8, 4]]
@@ -62,6 +63,63 @@ def test_share_is_of_the_time_between_first_start_and_last_end() -> None:
     assert running_share(starts_of(EVENTS)) == (50.0, 100.0)
     assert running_share(starts_of(EVENTS[:2])) is None
     assert running_share([]) is None
+
+
+def at(time: float, event: str, attempt: int = 0, restart: int = 0, **more: Any) -> dict[str, Any]:
+    return {"time": time, "event": event, "attempt": attempt, "restart": restart, **more}
+
+
+TRAINING: list[dict[str, Any]] = [
+    {"time": 0, "event": "submitted", "job_id": "77"},
+    at(12, "started", began=10),
+    at(15, "resumed", step=0, checkpoint=None),
+    at(20, "first_step", step=1),
+    at(40, "saved", step=20, checkpoint="step-20", stall_s=1, seconds=3, bytes=9),
+    at(61, "ended", code=137, started=True, last_step=40),  # 41 s since the first step, half of the steps lost
+    at(61, "decided", decision="again"),
+    at(64, "started", restart=1, began=63),
+    at(66, "resumed", restart=1, step=20, checkpoint="step-20"),
+    at(70, "first_step", restart=1, step=21),
+    at(90, "stopping", restart=1, step=41, reason="SIGTERM"),
+    at(92, "saved", restart=1, step=41, checkpoint="step-41", stall_s=1, seconds=2, bytes=9),
+    at(93, "ended", restart=1, code=75, started=True, last_step=41),
+    at(93, "decided", restart=1, decision="requeue"),
+    at(94, "requeued"),
+    at(120, "started", attempt=1, began=118),
+    at(122, "resumed", attempt=1, step=41, checkpoint="step-41"),
+    at(125, "first_step", attempt=1, step=42),
+    at(200, "ended", attempt=1, code=0, started=True, last_step=100),
+]
+
+
+def test_what_the_time_was_used_for(tmp_path: Path) -> None:
+    used = shares(TRAINING)
+    assert used is not None
+    assert used.waiting == 10 + 25 and used.start_up == 10 + 7 + 7 and used.saving == 1 + 2
+    assert used.recomputed == 20 and used.productive == 20 + 20 + 75 and used.other == 2 + 1
+    assert used.whole == 200
+    line = report_lines(written(tmp_path, TRAINING))[-1]
+    assert line.startswith(
+        "of 3 min 20 s since the submission: productive 58 %, start-up 12 %, recomputed 10 %, saving 2 %"
+    )
+    assert shares(EVENTS) is None  # a script says nothing of its steps
+
+
+@pytest.mark.parametrize("missing", range(len(TRAINING)))
+def test_the_shares_bear_that_any_event_is_missing(missing: int) -> None:
+    for events in (TRAINING[:missing] + TRAINING[missing + 1 :], TRAINING[missing:], TRAINING[:missing]):
+        used = shares(events)
+        if used is None:
+            continue
+        parts = vars(used).values()
+        assert all(part >= 0 for part in parts)
+        times = [event["time"] for event in events]
+        assert used.whole <= max(times) - min(min(times), 10) + 1e-6
+
+
+def test_a_start_without_an_end_lasts_to_its_last_sign_of_life() -> None:
+    used = shares(TRAINING[:5])
+    assert used is not None and used.productive == 19 and used.whole == 40
 
 
 def test_a_record_cut_at_any_byte_is_readable(tmp_path: Path) -> None:

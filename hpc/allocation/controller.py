@@ -39,7 +39,14 @@ from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
 from hpc.errors import HpcError, NeverStarted, NodelistError, SlurmCommandError, printable
-from hpc.rundir import ATTEMPT_VARIABLE, END_TIME_VARIABLE, RESTART_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from hpc.rundir import (
+    ATTEMPT_VARIABLE,
+    BEGAN_VARIABLE,
+    END_TIME_VARIABLE,
+    RESTART_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDirectory,
+)
 from hpc.slurm import commands
 from hpc.slurm.nodelist import expand_nodelist
 
@@ -156,6 +163,7 @@ class Controller:
         self.restarts = self.retried = 0
         self.steps_from = 0
         self.began = time.monotonic()
+        self.start_began = time.time()
         self._running: RunningStep | None = None
         self._undelivered: list[int] = []
         self._events_before = 0
@@ -221,6 +229,7 @@ class Controller:
         environ[RUN_DIR_VARIABLE] = str(self.run_dir.path)
         environ[ATTEMPT_VARIABLE] = str(self.allocation.attempt)
         environ[RESTART_VARIABLE] = str(self.restart)
+        environ[BEGAN_VARIABLE] = f"{self.start_began:.0f}"
         if self.end_time is not None:
             environ[END_TIME_VARIABLE] = f"{self.end_time:.0f}"
         environ["HPC_SECRET"] = secrets.token_hex(16)
@@ -327,6 +336,8 @@ class Controller:
 
     def _clear_for_start(self) -> None:
         """Take away what an earlier start has left; say so when training begins anew although it is no first attempt."""
+        if self.restart:
+            self.start_began = time.time()
         for path in (self.folder / "outcome.json", *self.folder.glob("error-*.json")):
             path.unlink(missing_ok=True)
         self._events_before = sum(1 for _ in self.run_dir.events())

@@ -1,4 +1,4 @@
-"""What the record of a run tells: its starts, how each ended, and the share of the time in which ranks ran.
+"""What the record of a run tells: its starts, how each ended, and what its time was used for.
 
 The record may be torn at any byte and lack any event: what is not known is shown as "?".
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.errors import UsageError
+from hpc.login.shares import shares
 from hpc.rundir import RunDirectory
 
 HEADINGS = ("attempt", "began", "ran", "hosts", "steps", "exit", "how it ended")
@@ -45,7 +46,10 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
         last = starts[-1] if starts else None
         if kind == "started":
             starts.append(Start(attempt=attempt or 0, began=moment, hosts=_hosts(event.get("nodes"))))
-            if last is not None and last.attempt == attempt:
+            restart = _integer(event.get("restart"))
+            if restart is not None:
+                starts[-1].restart = restart
+            elif last is not None and last.attempt == attempt:
                 starts[-1].restart = last.restart + 1
         elif kind == "ended":
             if last is None or last.code is not None or last.attempt != attempt or event.get("started") is False:
@@ -96,6 +100,7 @@ def report_lines(path: Path) -> list[str]:
 def _one_run(run_dir: RunDirectory) -> list[str]:
     events = list(run_dir.events())
     jobs = [str(event.get("job_id")) for event in events if event.get("event") == "submitted"]
+    jobs += [str(event.get("new_job_id")) for event in events if event.get("event") == "continued"]
     lines = [f"{run_dir.path}" + (f", job {', '.join(jobs)}" if jobs else "")]
     starts = starts_of(events)
     if not starts:
@@ -106,6 +111,9 @@ def _one_run(run_dir: RunDirectory) -> list[str]:
     if share is not None:
         ran, whole = share
         lines.append(f"ranks ran {100 * ran / whole:.0f} % of {_duration(whole)} between first start and last end")
+    used = shares(events)
+    if used is not None:
+        lines.append(f"of {_duration(used.whole)} since the submission: {used.line()}")
     return lines
 
 

@@ -35,7 +35,7 @@ from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
 from hpc.node.streams import WorkerStream, open_log
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start, adopt_orphans, die_with_parent
 from hpc.ranks import RankInfo
-from hpc.rundir import RunDirectory
+from hpc.rundir import BEGAN_VARIABLE, RESTART_VARIABLE, RunDirectory
 
 SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank of a script has failed
@@ -338,7 +338,9 @@ class Agent:
             self.run_dir.append_event(
                 "started",
                 attempt=self.assembly.attempt,
+                restart=_number(RESTART_VARIABLE),
                 job_id=self.task.job_id,
+                began=_number(BEGAN_VARIABLE),
                 layout=self.task.layout,
                 world_size=go.infos[0].world_size,
                 nodes=[list(place) for place in go.places[:2000]],
@@ -673,6 +675,11 @@ class Agent:
         self.assembly.close()
         if self._cache is not None:
             shutil.rmtree(self._cache, ignore_errors=True)
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
 
 
 def follow_launcher(parent: int) -> None:
