@@ -1,0 +1,1 @@
+"""The training job of the fault matrix: tiny, exactly repeatable, and with a diary of what each rank did."""

@@ -1,0 +1,110 @@
+"""The fault matrix on the real Slurm, first part: what happens to the processes of a training run, and notices in every phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from cluster_rig import Rig
+from fault_rig import EVERY, LARGE, SMALL, TOTAL, Drill, Quiet, kill, new_drill
+
+
+@pytest.fixture
+def run(cluster: Rig, request: pytest.FixtureRequest) -> Drill:
+    return new_drill(cluster, request.node.name)
+
+
+@pytest.fixture
+def quiet(cluster: Rig) -> Quiet:
+    return Quiet(cluster)
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["rank 3", "rank 0", "agent"])
+def test_kill_9_starts_again_inside_the_allocation(run: Drill, quiet: Quiet, who: str) -> None:
+    run.submit(*SMALL)
+    start = run.reaches(16, saved=14)
+    kill(run.process("-m hpc.node", node=1).pid if who == "agent" else start.pids[int(who.split()[1])])
+    run.until(lambda: run.events("decided"))
+    run.hurry()
+    run.check(quiet(), lost=[EVERY], cause="killed|lost")
+    assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"
+
+
+def test_kill_9_of_the_controller_ends_the_job_and_keeps_the_run(run: Drill, quiet: Quiet) -> None:
+    run.submit(*SMALL)
+    run.reaches(16, saved=14)
+    kill(run.process("-m hpc.launch").pid)
+    assert run.ends() == "FAILED", run.report()
+    run.check_gone()
+    run.hurry()
+    run.submit(*SMALL)
+    run.check(quiet(), lost=[EVERY], cause="")
+
+
+def test_kill_9_of_a_loader_worker(run: Drill, quiet: Quiet) -> None:
+    run.submit(*SMALL, "train.loader_workers=1")
+    start = run.reaches(16, saved=14)
+    (child,) = psutil.Process(start.pids[2]).children()
+    kill(child.pid)
+    run.until(lambda: run.events("decided"))
+    run.hurry()
+    run.check(quiet(*SMALL, "train.loader_workers=1"), lost=[EVERY], cause="loader")
+    assert run.decisions() == ["again"]
+
+
+@pytest.mark.parametrize(("trouble", "words"), [("raise", "bad batch 17"), ("memory", "memory")])
+def test_an_exception_fails_at_once_and_keeps_the_run(run: Drill, quiet: Quiet, trouble: str, words: str) -> None:
+    run.submit(*SMALL, f"trouble={trouble}", "trouble_step=16", "trouble_rank=1")
+    assert run.ends() == "FAILED", run.report()
+    assert run.decisions() == ["fail"] and words in run.text.splitlines()[-1] and "rank 1 on" in run.text
+    run.check_gone()
+    run.hurry()
+    run.submit(*SMALL, f"trouble={trouble}", "trouble_step=16", "trouble_rank=1")
+    run.check(quiet(), lost=[EVERY], cause="exited 1")
+
+
+# ---- notices ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_notices_are_one(run: Drill, quiet: Quiet) -> None:
+    run.submit(*LARGE)
+    start = run.reaches(16)
+    os.kill(start.pids[6], signal.SIGUSR2)  # one rank alone hears the first
+    run.notify("TERM")
+    run.until(lambda: run.events("decided"))
+    run.hurry()
+    run.check(quiet(*LARGE), lost=[0], cause="saved and left")
+    assert run.decisions() == ["requeue"] and len(run.events("requeued")) == 1
+
+
+PHASES = {
+    "begin": ("begin_s=4", {}),
+    "data": ("data_s=4", {}),
+    "evaluate": ("evaluate_s=0.7", {"step": 20}),
+    "sync": ("sync_s=0.4", {}),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_notice_in_any_phase(run: Drill, quiet: Quiet, phase: str) -> None:
+    slowness, facts = PHASES[phase]
+    run.submit(*SMALL, slowness)
+    run.does(phase, **facts)
+    run.notify("USR2")
+    run.until(lambda: run.events("decided"))
+    run.hurry()
+    run.check(quiet(), lost=[0], cause="USR2|signal")
+    assert run.decisions() == ["requeue"]
+
+
+def test_a_notice_in_the_last_step_comes_too_late(run: Drill, quiet: Quiet) -> None:
+    run.submit(*SMALL, "step_s=0", "last_s=4")
+    run.reaches(TOTAL)
+    run.notify("USR2")
+    run.check(quiet(), lost=[], cause="")
+    assert run.decisions() == [] and run.rig.job(run.job_id)["Restarts"] == "0"
