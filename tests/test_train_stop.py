@@ -268,7 +268,7 @@ def test_a_run_stops_by_itself_while_a_save_still_fits_into_the_time(ranks: Rank
     more = ("train.epochs=2000", "trouble=notice CONT", "trouble_step=1", SLOW)
     trial = ranks(tmp_path, *STEPS, *more, ranks=2, env=environ)
     step = stopped(trial, "TIME", 2)
-    assert checkpoints(tmp_path) == [step] and time.time() < ends
+    assert checkpoints(tmp_path)[-1] == step and time.time() < ends
 
 
 def test_the_time_limit_is_told_once_and_what_lead_would_do(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,8 @@ from hpc.train import checkpoint, randomness, strategy
 from hpc.train.checkpoint import Checkpoints
 from hpc.train.distributed import World
 from hpc.train.evaluation import evaluate
+from hpc.train.heartbeat import Heartbeat
+from hpc.train.interval import Pace, Plan, dear, history
 from hpc.train.job import TrainingJob
 from hpc.train.loader import begin, end_workers, make_loader, set_threads_and_workers, to_device
 from hpc.train.metrics import Metrics
@@ -105,6 +107,7 @@ def train(
         EnvironmentMismatch: ranks that see different data.
         CheckpointError: a checkpoint that cannot be written, or none that can be read though there are some.
     """
+    heartbeat = Heartbeat.from_environ()
     checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints, config.keep_every_steps)
     record = Record.of(run, world.is_rank_zero)
     if stop.here():
@@ -125,6 +128,7 @@ def train(
         _restore_randomness(saved[1], config, world, position)
     else:
         randomness.seed_all(config.seed, 1 + world.rank)
+    past = history(record.events())
     record.note("resumed", step=position.step, checkpoint=None if newest is None else newest.name)
     if position.step < total:
         world.on_rank_zero(checkpoints.require_writable)
@@ -138,7 +142,11 @@ def train(
         expected_bytes=expected_bytes([*parts.model.parameters(), *parts.model.buffers()]),
     )
     stop.expect_save(saving.seconds_needed)
-    loop = Loop(job, config, world, data, parts, saving, record, metrics, progress, stop, position, total)
+    every_s = 0.0 if config.save_every_steps is not None else config.save_every_s
+    plan = Plan(time.monotonic(), past, world.info.nodes, every_s)
+    loop = Loop(
+        job, config, world, data, parts, saving, plan, record, metrics, progress, stop, heartbeat, position, total
+    )
     try:
         return loop.run()
     finally:
@@ -161,10 +169,12 @@ class Loop:
         data: Data,
         parts: Parts,
         saving: Saving,
+        plan: Plan,
         record: Record,
         metrics: Metrics | None,
         progress: Progress,
         stop: Stop,
+        heartbeat: Heartbeat,
         position: Position,
         total: int,
     ) -> None:
@@ -174,10 +184,12 @@ class Loop:
         self.data = data
         self.parts = parts
         self.saving = saving
+        self.plan = plan
         self.record = record
         self.metrics = metrics
         self.progress = progress
         self.stop = stop
+        self.heartbeat = heartbeat
         self.stopped = False
         self.position = position
         self.total = total
@@ -186,8 +198,13 @@ class Loop:
             job, data.train, data.sampler, config, world, workers=data.workers, persistent=config.epochs > 1
         )
         self._trainable = [p for p in parts.model.parameters() if p.requires_grad]
-        self._loss = torch.zeros((), device=world.device)
+        # what logged steps add up over the ranks: the loss, and the step to save after, which only rank 0 fills in
+        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._save_after = 0
         self._speed = Speed()
+        self._pace = Pace(time.monotonic())
+        self._measured: Saved | None = None
+        self._warned = False
         self._saved_at = position.step  # where a checkpoint stands; at 0 there is nothing to save
         self._first = position.step
 
@@ -199,11 +216,12 @@ class Loop:
             self._evaluate_unless_noted()
         if first < self.total:
             self.progress.begin(first, self.total)
-        self._speed.restart()
+        self._restart_clocks()
         while self.position.step < self.total and not self.stopped:
             self._epoch()
         if self.stopped:
             self.record.note("stopping", step=self.position.step, reason=self.stop.reason)
+        self.heartbeat.phase("save", None)
         if self._saved_at != self.position.step:
             self._save()
         self.world.on_rank_zero(self.saving.finish)  # no rank leaves before the last save is durable
@@ -241,7 +259,7 @@ class Loop:
                 loss = strategy.scalar(self.job.loss(wrapped, batch), wrapped, len(micro.keys))
             self.parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         if self._log_due(self.position.step + 1):
-            self._loss += loss.detach() * micro.count
+            self._sums[0] += loss.detach() * micro.count
 
     def _step(self, samples: int) -> None:
         """One optimizer step, and what is due after it."""
@@ -259,6 +277,8 @@ class Loop:
         if parts.scheduler is not None and not skipped:
             parts.scheduler.step()
         self._advance(samples)
+        self.heartbeat.beat(self.position.step)
+        self._pace.step(time.monotonic(), self.saving.under_way)
         self.saving.check()
         if self.position.step == self._first + 1:
             self.record.note("first_step", step=self.position.step)
@@ -280,9 +300,15 @@ class Loop:
         return step % self.config.log_every_steps == 0 or step in (1, self.total)
 
     def _log(self, samples: int, rate: float) -> None:
-        """Note the loss of this step over the global batch. The only place in a step that waits for the device."""
-        loss = float(self.world.total(self._loss)) / samples
-        self._loss.zero_()
+        """Note the loss of this step over the global batch, and hear from rank 0 which step to save after.
+
+        The only place in a step that waits for the device.
+        """
+        if self.world.is_rank_zero:
+            self._sums[1] = self._plan_save()
+        total, save_after = self.world.total(self._sums).tolist()
+        loss, self._save_after = total / samples, int(save_after)
+        self._sums.zero_()
         if self.metrics is None:
             return
         step, epoch, speed = self.position.step, self._epoch_of_step(), self._speed.per_second()
@@ -294,20 +320,45 @@ class Loop:
         """The epoch that the step just done belongs to."""
         return self.position.epoch - (self.position.samples == 0)
 
+    def _plan_save(self) -> int:
+        """The step to save after, on rank 0, and what there is to say about it; 0 for none."""
+        now, last, every = time.monotonic(), self.saving.last, self.config.save_every_steps
+        if last is not None and last is not self._measured and not self.saving.under_way:
+            self._measured = last
+            cost_s = last.stall_s + self._pace.slowed_s()
+            self.plan.measured(cost_s, last.seconds)
+            warning = None if every is None or self._warned else dear(every, cost_s, self._pace.step_s)
+            if warning:
+                self._warned = True
+                log.warning("%s", warning)
+        if news := self.plan.news(now, self._pace.step_s):
+            log.info("%s", news)
+        return self.plan.next_step(self.position.step, now, self._pace.step_s)
+
     def _save_and_evaluate(self) -> None:
-        every = self.config.save_every_steps
-        save = self.position.step == self.total or (every is not None and self.position.step % every == 0)
+        every, step = self.config.save_every_steps, self.position.step
+        save = step == self.total or step == self._save_after or (every is not None and step % every == 0)
         evaluate = self._evaluation_due()
         if save:
             self._save()
         if evaluate:
             self._evaluate()
         if save or evaluate:
-            self._speed.restart()
+            self._restart_clocks()
+            self.heartbeat.beat(step)
+
+    def _restart_clocks(self) -> None:
+        """What was done until now was no step."""
+        self._speed.restart()
+        self._pace.restart(time.monotonic())
 
     def _save(self) -> None:
         """Begin a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
+        self.heartbeat.phase("save", None)
         began, self._saved_at = time.monotonic(), self.position.step
+        self._save_after = 0
+        self.plan.save_begins(began)
+        self._pace.save_begins()
         generators = self.world.gather(randomness.capture(self.world.device))
         if generators is None:
             return
@@ -341,6 +392,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Evaluate now; a stop in the middle leaves it to the next attempt. After the last step it is not stopped."""
         assert self.data.held_out is not None
+        self.heartbeat.phase("evaluate", None)
         unfinished = self.position.step < self.total
         results = evaluate(
             self.job,

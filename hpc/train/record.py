@@ -25,6 +25,13 @@ class Record:
     def of(cls, run: RunDirectory, is_rank_zero: bool) -> Record:
         return cls(run if is_rank_zero and os.environ.get(RUN_DIR_VARIABLE) else None)
 
+    def events(self) -> list[dict[str, Any]]:
+        """What stands in the record so far; nothing where none is kept."""
+        try:
+            return [] if self.run is None else list(self.run.events())
+        except OSError:
+            return []
+
     def note(self, event: str, **fields: Any) -> None:
         """Append an event. A record that cannot be written is told once, and is no reason to stop training."""
         if self.run is None:
