@@ -499,6 +499,20 @@ def test_a_stopped_worker_is_ended_and_named(step: Step) -> None:
     assert step.gone(5), step.left()
 
 
+def test_a_rank_of_the_core_that_hangs_is_ended_with_its_step_and_phase(step: Step) -> None:
+    environ = {**run_dir_environ(step, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    trouble = ("trouble=sleep", "trouble_step=4", "trouble_rank=1", "train.loader_workers=0")
+    arguments = ("--workers-per-node", "2", "--hang-timeout", "5", "toy", "samples=400", "train.batch_size=8")
+    step.agent(environ, *arguments, *trouble)
+    (ended,) = step.ends()
+    assert ended.code == 124, ended.stderr
+    outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+    assert outcome["first"]["hung"] is True and outcome["last_step"] == 3
+    message = outcome["first"]["message"]
+    assert message.startswith("hung: no sign of life for ") and message.endswith("phase step, after step 3")
+    assert step.gone(5)
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(step: Step) -> None:
     (step.folder / "deaf.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(300)\n"

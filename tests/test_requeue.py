@@ -234,6 +234,26 @@ def test_where_the_job_may_not_be_requeued_the_command_is_told(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("allowed", "goes_on"), [("null", True), ("false", False)])
+def test_where_the_site_forbids_a_requeue_a_new_job_goes_on(tmp_path: Path, allowed: str, goes_on: bool) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    (run_dir / "config.yaml").write_text(f"command: [sh, -c, exit 75]\nlaunch: {{resubmit: {allowed}}}\n")
+    (run_dir / "job.sh").write_text("#!/bin/sh\n")
+    (run_dir / "record.jsonl").write_text('{"event": "submitted", "job_id": "7"}\n')
+    for number in range(2):  # the same attempt again, as by a second controller
+        job = Controller(
+            tmp_path, "--run-dir", str(run_dir), FAKE_SCONTROL_SHOW_STDOUT=RUNNING.replace("Requeue=1", "Requeue=0")
+        )  # fmt: skip
+        assert job.ends() == 75 and not job.requeues(), job.text
+        calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+        sent = [call["argv"] for call in calls if call["program"] == "sbatch"]
+        assert sent == ([["--dependency=afterany:7", f"{run_dir}/job-after-0.sh"]] if goes_on else [])
+        assert ("job 7 may not be requeued, so it goes on as job 101" in job.text) is goes_on
+        assert (f"go on with: python -m hpc.submit --continue {run_dir}" in job.text) is (number > 0 or not goes_on)
+
+
+@pytest.mark.slow
 def test_a_local_run_that_has_saved_says_how_to_go_on(tmp_path: Path) -> None:
     job = Controller(tmp_path, "--local", "--", "sh", "-c", "if [ -e seen ]; then exit 0; fi; touch seen; exit 75")
     assert job.ends() == 75, job.text
