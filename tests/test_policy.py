@@ -68,6 +68,7 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     ({"code": 69}, AGAIN, "lost"),
     ({"code": 1, "reported": False}, AGAIN, "lost with their step"),
     ({"code": 1, "peer_gone": True}, AGAIN, "no longer reach"),
+    ({"code": 1, "loader_killed": "Killed"}, AGAIN, "data-loader process"),
     ({"code": 1, "started": False}, AGAIN, "no rank was started"),
     ({"code": 69, "started": False, "restarts": 3}, FAIL, "no rank was started"),
     ({"code": 78, "started": False}, FAIL, "exited 78"),

@@ -387,6 +387,7 @@ class Controller:
             reported=end.reported,
             by_us=bool(first.get("by_us")),
             peer_gone=bool(first.get("peer_gone")),
+            loader_killed=first.get("loader_killed"),
             hung=_hang(first),
             notice=self._notice or self._own_notice,
             notice_signals=tuple(int(number) for number in self.notices),

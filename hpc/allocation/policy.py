@@ -6,7 +6,7 @@
 | cancelled, or Slurm is ending the job already | fail: it never comes back by our doing |
 | stopped at the keyboard | fail |
 | saved and wants to go on (75), or ended by a notice | requeue, without limit as long as steps are made |
-| worker killed or hung, agent lost, or never started | again, `max_restarts` times with a growing pause; when a notice came or time is short: requeue |
+| worker or data-loader process killed, worker hung, agent lost, or never started | again, `max_restarts` times with a growing pause; when a notice came or time is short: requeue |
 | the same, and a node of the allocation is lost | requeue without that node where the job may come back, else fail |
 | an exception, or any other exit code | fail at once, unless `retry_failures` allows another try |
 """
@@ -75,6 +75,8 @@ class Ending:
     """The first worker to end badly was ended by its agent, on a signal that came from outside."""
     peer_gone: bool = False
     """The first failure says no more than that another rank could no longer be reached."""
+    loader_killed: str | None = None
+    """What killed a data-loader process of the first worker to fail, as "Killed"; None when nothing did."""
     hung: str | None = None
     """Which worker was ended because it was stopped or made no step, and how; None for none."""
     notice: str | None = None
@@ -192,6 +194,8 @@ def _broken(ending: Ending) -> str | None:
         return "an agent or its node was lost"
     if not ending.reported:
         return f"the agents were lost with their step (exit code {ending.code})"
+    if ending.loader_killed is not None:
+        return f"a data-loader process was ended by a signal ({ending.loader_killed})"
     if ending.peer_gone:
         return "the ranks could no longer reach each other"
     return None

@@ -16,6 +16,8 @@ SECONDARY = re.compile(
     r"|Connection was likely closed|Timed out waiting \d+ms",
     re.IGNORECASE,
 )
+# What torch raises in a rank when one of its data-loader processes was killed: by the kernel for want of memory, mostly.
+LOADER_KILLED = re.compile(r"DataLoader worker \(pid [^)]*\) is killed by signal: ([^.]+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,11 @@ class Failure:
     """Ended by its agent because another one had failed or a signal had come."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, and whether it says no more than that another rank has gone ("peer_gone")."""
-        return {**asdict(self), "peer_gone": bool(SECONDARY.search(self.message))}
+        """All fields, whether it says no more than that another rank has gone ("peer_gone"), and "loader_killed": what
+        killed one of its data-loader processes, in the C library's words, or None."""
+        killed = LOADER_KILLED.search(f"{self.message}\n{self.traceback}")
+        more = {"peer_gone": bool(SECONDARY.search(self.message)), "loader_killed": killed[1] if killed else None}
+        return {**asdict(self), **more}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Failure:

@@ -108,7 +108,8 @@ class Drill:
         return [event["decision"] for event in self.events("decided")]
 
     def reasons(self) -> str:
-        return "\n".join(event["reason"] for event in self.events("decided"))
+        """What the record says of the causes: of each agreed stop and each decision, a line each."""
+        return "\n".join(event["reason"] for event in (*self.events("stopping"), *self.events("decided")))
 
     def starts(self) -> list[Start]:
         """The starts that came as far as the job's code, oldest first."""

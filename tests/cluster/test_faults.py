@@ -53,7 +53,7 @@ def test_kill_9_of_a_loader_worker(run: Drill, quiet: Quiet) -> None:
     kill(child.pid)
     run.until(lambda: run.events("decided"))
     run.hurry()
-    run.check(quiet(*SMALL, "train.loader_workers=1"), lost=[EVERY], cause="loader")
+    run.check(quiet(*SMALL, "train.loader_workers=1"), lost=[EVERY], cause="data-loader process")
     assert run.decisions() == ["again"]
 
 
@@ -86,7 +86,7 @@ PHASES = {
     "begin": ("begin_s=4", {}),
     "data": ("data_s=4", {}),
     "evaluate": ("evaluate_s=0.7", {"step": 20}),
-    "sync": ("sync_s=0.4", {}),
+    "save": ("save_s=0.4", {}),
 }
 
 

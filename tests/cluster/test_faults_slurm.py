@@ -78,13 +78,13 @@ def test_the_time_limit(run: Drill, quiet: Quiet) -> None:
     assert run.decisions() == ["requeue"] and run.rig.job(run.job_id)["Restarts"] == "1"
 
 
-@pytest.mark.parametrize("phase", ["step", "sync"])
+@pytest.mark.parametrize("phase", ["step", "save"])
 def test_scancel_stays_cancelled_and_the_run_can_go_on(run: Drill, quiet: Quiet, phase: str) -> None:
-    run.submit(*SMALL, f"sync_s={0.3 if phase == 'sync' else 0}")
+    run.submit(*SMALL, f"save_s={0.3 if phase == 'save' else 0}")
     if phase == "step":
         run.reaches(16, saved=14)
     else:
-        run.does("sync")
+        run.does("save")
     run.rig.slurm("scancel", run.job_id)
     assert run.ends() == "CANCELLED", run.report()
     run.check_gone()

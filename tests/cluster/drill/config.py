@@ -21,8 +21,8 @@ class Config:
     """The same for the last step."""
     evaluate_s: float = 0.0
     """The same for each batch of an evaluation."""
-    sync_s: float = 0.0
-    """The same for each fsync of rank 0."""
+    save_s: float = 0.0
+    """The same for each fsync of a checkpoint's files."""
     trouble: str = ""
     """What happens once in the life of the run: "raise", "memory" or "exit"."""
     trouble_step: int = 0

@@ -80,8 +80,9 @@ class Job(TrainingJob):
             sync = os.fsync
 
             def fsync(descriptor: int) -> None:
-                self.diary.note("sync")
-                dawdle(parameters.sync_s)
+                if ".step-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    self.diary.note("save")
+                    dawdle(parameters.save_s)
                 sync(descriptor)
 
             os.fsync = fsync
