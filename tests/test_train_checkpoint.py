@@ -187,7 +187,7 @@ def test_k13_a_checkpoint_of_a_real_run_loads_with_the_default_loader(ranks: Ran
     assert path is not None
     model, trainer = torch.load(path / "model.pt"), torch.load(path / "trainer.pt")
     assert not any(name.startswith("module.") for name in model)
-    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data"}
+    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data", "made_with"}
     assert len(trainer["random"]) == 2
 
 

@@ -27,6 +27,7 @@ from hpc.train.interval import Pace, Plan, dear, history
 from hpc.train.job import TrainingJob
 from hpc.train.loader import begin, end_workers, make_loader, set_threads_and_workers, to_device
 from hpc.train.metrics import Metrics
+from hpc.train.origin import differences, origin, other_settings
 from hpc.train.precision import autocast
 from hpc.train.progress import Progress, figure
 from hpc.train.record import Record
@@ -120,6 +121,9 @@ def train(
     saved = None if newest is None else _read(newest, files)
     position = _position(saved[1], data.sampler, config) if saved else Position()
     total = _total_steps(position, data.sampler, config)
+    made_with = origin(job) if world.is_rank_zero else {}
+    if newest is not None and saved and world.is_rank_zero and position.step < total:
+        _tell_differences(newest, saved[1], configuration, made_with)
     randomness.seed_all(config.seed)
     parts = _make_parts(job, config, world, data.sampler, total, saved)
     if saved:
@@ -145,7 +149,21 @@ def train(
     every_s = 0.0 if config.save_every_steps is not None else config.save_every_s
     plan = Plan(time.monotonic(), past, world.info.nodes, every_s)
     loop = Loop(
-        job, config, world, data, parts, saving, plan, record, metrics, progress, stop, heartbeat, position, total
+        job,
+        config,
+        world,
+        data,
+        parts,
+        saving,
+        plan,
+        record,
+        metrics,
+        progress,
+        stop,
+        heartbeat,
+        position,
+        total,
+        made_with,
     )
     try:
         return loop.run()
@@ -177,6 +195,7 @@ class Loop:
         heartbeat: Heartbeat,
         position: Position,
         total: int,
+        made_with: dict[str, Any],
     ) -> None:
         self.job = job
         self.config = config
@@ -193,6 +212,7 @@ class Loop:
         self.stopped = False
         self.position = position
         self.total = total
+        self.made_with = made_with
         self.results: dict[str, float] = {}
         self._loader = make_loader(
             job, data.train, data.sampler, config, world, workers=data.workers, persistent=config.epochs > 1
@@ -370,6 +390,7 @@ class Loop:
             "scaler": parts.scaler.state_dict(),
             "random": generators,
             "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
+            "made_with": self.made_with,
         }
         self.saving.begin(self.position.step, parts.model.state_dict(), state, began)
 
@@ -513,6 +534,15 @@ def _read(path: Path, files: Mapping[str, int]) -> tuple[dict[str, Any], dict[st
     """What rank 0 has chosen and found whole, as soon as this rank sees it too."""
     checkpoint.await_visible(path, files)
     return checkpoint.read(path)
+
+
+def _tell_differences(path: Path, trainer: Mapping[str, Any], configuration: str, made_with: Mapping[str, Any]) -> None:
+    """Name what is not as it was when the checkpoint was made; the run goes on with what holds now."""
+    for line in [
+        *other_settings(checkpoint.configuration(path), configuration),
+        *differences(trainer.get("made_with", {}), made_with),
+    ]:
+        log.info("changed since the checkpoint: %s", line)
 
 
 def _note_saved(record: Record, saved: Saved) -> None:
