@@ -33,9 +33,17 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     # somebody wants it to end
     ({"code": 75, "state": JobState.CANCELLED, **MADE}, FAIL, "cancelled"),
     ({"code": 75, "state": JobState.COMPLETING, **MADE}, FAIL, "COMPLETING"),
-    ({"code": 75, "state": JobState.COMPLETING, "timed_out": True, **MADE}, REQUEUE, "after the time limit"),
-    ({"code": TERM, "state": JobState.COMPLETING, "timed_out": True, "by_us": True, **MADE}, REQUEUE, "the time limit"),
-    ({"code": 1, "state": JobState.COMPLETING, "timed_out": True, **MADE}, FAIL, "exited 1"),
+    (
+        {"code": 75, "state": JobState.COMPLETING, "cut_short": "the time limit", **MADE},
+        REQUEUE,
+        "after the time limit",
+    ),
+    (
+        {"code": TERM, "state": JobState.COMPLETING, "cut_short": "the time limit", "by_us": True, **MADE},
+        REQUEUE,
+        "the time limit",
+    ),
+    ({"code": 1, "state": JobState.COMPLETING, "cut_short": "the time limit", **MADE}, FAIL, "exited 1"),
     ({"code": TERM, "state": JobState.COMPLETING, "notice": "SIGTERM", "by_us": True}, FAIL, "COMPLETING"),
     ({"code": KILL, "state": JobState.CANCELLED}, FAIL, "cancelled"),
     ({"code": KILL, "state": JobState.TIMEOUT}, FAIL, "TIMEOUT"),
@@ -130,10 +138,14 @@ def test_nodes_are_excluded_where_enough_others_are_left(
     assert exclusion(["n2"], JobFacts(**facts), allocation, USABLE) == excluded
 
 
-def test_a_limit_that_slurm_enforces_is_told_from_scancel() -> None:
+def test_an_end_by_slurm_is_told_from_scancel() -> None:
     fields = {"JobState": "COMPLETING", "Reason": "TimeLimit", "Requeue": "1"}
-    assert facts_of(fields).timed_out and not facts_of({**fields, "Reason": "None"}).timed_out
-    assert not facts_of({**fields, "JobState": "CANCELLED"}).timed_out
+    assert facts_of(fields).cut_short == "the time limit"
+    assert facts_of({**fields, "JobState": "CANCELLED"}).cut_short is None
+    scancelled = {**fields, "Reason": "None", "PreemptTime": "2026-11-30T09:41:20", "EndTime": "2026-11-30T09:41:40"}
+    assert facts_of(scancelled).cut_short is None  # during the grace time of a preemption
+    assert facts_of({**scancelled, "PreemptTime": "None"}).cut_short is None
+    assert facts_of({**scancelled, "PreemptTime": "2026-11-30T09:41:40"}).cut_short == "preemption"
 
 
 def test_the_attempts_of_a_run_are_numbered_over_its_jobs() -> None:

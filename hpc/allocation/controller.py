@@ -160,6 +160,7 @@ class Controller:
         self.notices = (signal.SIGTERM, signal.Signals[f"SIG{loaded.config.slurm.signal}"])
         self.end_time = allocation.end_time
         self.is_batch = True
+        self._noted_end = False
         self.restarts = self.retried = 0
         self.steps_from = 0
         self.began = time.monotonic()
@@ -277,7 +278,8 @@ class Controller:
                 f"cannot run {argv[0]}: {error.strerror}; is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"
             ) from None
         batch_job = self.allocation.run_id if not local and self.is_batch else None
-        running = RunningStep(child, batch_job=batch_job, grace_s=self.loaded.config.launch.grace_s)
+        grace_s = self.loaded.config.launch.grace_s
+        running = RunningStep(child, batch_job=batch_job, grace_s=grace_s, on_end=self._note_slurms_end)
         self._running = running
         for number in self._undelivered:
             running.pass_on(number)  # it came while the child was being made
@@ -307,6 +309,33 @@ class Controller:
                 self.say(f"{max(0.0, left):.0f} s are left of the time limit: SIGTERM to the step")
                 self._notice = self._notice or "the time limit"
                 running.pass_on(signal.SIGTERM)
+
+    def _note_slurms_end(self) -> None:
+        """SIGTERM has come: when it is Slurm's end of the job, this may be the last chance to note what is known of it.
+
+        After a node's failure Slurm has requeued the job by now, and the node can still be left out of the next attempt.
+        """
+        if self._noted_end:
+            return
+        facts = self._facts()
+        if facts.state is None or not (facts.state.is_completing or facts.state.is_finished or facts.state.is_pending):
+            return
+        self._noted_end = True
+        requeued = facts.restarts is not None and facts.restarts > self.allocation.restarts
+        lost = self._down_nodes() if requeued and self.allocation.nodes > 1 else ()
+        without = exclude(self.allocation, lost, say=complain)() if lost else ()
+        if without:
+            self.say(f"Slurm has requeued the job without {', '.join(lost)}")
+        self.run_dir.append_event(
+            "ending",
+            attempt=self.allocation.attempt,
+            restart=self.restart,
+            job_id=self.allocation.job_id,
+            state=facts.state.value,
+            by_slurm="requeued" if requeued else facts.cut_short or "ended",
+            lost_nodes=list(lost),
+            exclude=list(without),
+        )
 
     def _time_left(self) -> float | None:
         return None if self.end_time is None else self.end_time - time.time()
@@ -394,7 +423,7 @@ class Controller:
             keyboard=self._keyboard,
             state=facts.state,
             preempted=facts.preempted,
-            timed_out=facts.timed_out,
+            cut_short=facts.cut_short,
             may_requeue=facts.may_requeue
             or may_resubmit(allocation, self.loaded, self.run_dir, is_batch=facts.is_batch),
             lost_nodes=self._lost_nodes(end),
@@ -438,10 +467,13 @@ class Controller:
             return ()
         first = end.first or {}
         silent = _named([str(first.get("host"))], self.allocation.node_list) if first.get("silent") else ()
+        return tuple(dict.fromkeys((*self._down_nodes(), *silent)))
+
+    def _down_nodes(self) -> tuple[str, ...]:
         try:
-            return tuple(dict.fromkeys((*commands.lost_nodes(self.allocation.node_list), *silent)))
+            return tuple(commands.lost_nodes(self.allocation.node_list))
         except SlurmCommandError:
-            return silent
+            return ()
 
     def _pause(self, seconds: float) -> bool:
         """Wait; False as soon as a notice came or somebody stopped it."""

@@ -68,7 +68,7 @@ def lost_hosts(events: Iterable[Mapping[str, Any]], attempt: int) -> tuple[str, 
         if event.get("attempt") != attempt - 1:
             continue
         nodes = event.get("lost_nodes")
-        if event.get("event") == "decided" and isinstance(nodes, list):
+        if event.get("event") in ("decided", "ending") and isinstance(nodes, list):
             hosts.update(dict.fromkeys(map(str, nodes)))
         first = event.get("first")
         if event.get("event") == "ended" and isinstance(first, Mapping):

@@ -89,8 +89,8 @@ class Ending:
     """Slurm's word; None when it has none (a local run, no answer)."""
     preempted: bool = False
     """Slurm says that the job is to make room."""
-    timed_out: bool = False
-    """Slurm is ending the job for its time limit, and for nothing else."""
+    cut_short: str | None = None
+    """Why Slurm is ending the job by itself, as "the time limit", when it would not bring it back; None: it is not."""
     may_requeue: bool = True
     """Or a new job may be sent that goes on."""
     lost_nodes: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ def _stopped_by_somebody(ending: Ending) -> str | None:
         return "stopped at the keyboard"
     if state is JobState.CANCELLED:
         return "the job was cancelled"
-    if state is not None and (state.is_completing or state.is_finished) and not ending.timed_out:
+    if state is not None and (state.is_completing or state.is_finished) and ending.cut_short is None:
         return f"Slurm is ending the job itself ({state.value}): cancelled, or to be requeued by Slurm"
     return None
 
@@ -169,8 +169,8 @@ def _notice(ending: Ending) -> str | None:
     """What announced the end: a signal's name, or preemption; None when nothing did."""
     if ending.preempted:
         return "preemption"
-    if ending.timed_out:
-        return "the time limit"
+    if ending.cut_short is not None:
+        return ending.cut_short
     if ending.notice is not None:
         return ending.notice
     if ending.by_us:  # the agents got a signal that did not come to the batch step

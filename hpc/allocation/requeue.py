@@ -48,8 +48,8 @@ class JobFacts:
     preempted: bool = False
     end_time: float | None = None
     """Seconds since 1970."""
-    timed_out: bool = False
-    """Slurm is ending the job for its time limit, and for nothing else."""
+    cut_short: str | None = None
+    """Slurm is ending the job by itself, and would not bring it back: "the time limit", or "preemption" that cancels."""
 
 
 class Requeued(enum.Enum):
@@ -88,9 +88,21 @@ def facts_of(fields: Mapping[str, str]) -> JobFacts:
         # also set in past tense after a requeue: only a running job is being preempted
         preempted=fields.get("PreemptTime", "None") not in ("None", "") and fields.get("JobState") == "RUNNING",
         end_time=_moment(fields.get("EndTime", "")),
-        # seen with 22.05.8: a job that scancel ends is COMPLETING too, without this reason
-        timed_out=state is not None and state.is_completing and fields.get("Reason") == "TimeLimit",
+        cut_short=_cut_short(fields) if state is not None and state.is_completing else None,
     )
+
+
+def _cut_short(fields: Mapping[str, str]) -> str | None:
+    """Why a job is ending that nobody has cancelled: scancel leaves neither of these (seen with 22.05.8).
+
+    Of a preemption with a grace time it could not be told from a scancel in that time, so only one without counts.
+    """
+    if fields.get("Reason") == "TimeLimit":
+        return "the time limit"
+    ended, preempted = _moment(fields.get("EndTime", "")), _moment(fields.get("PreemptTime", ""))
+    if ended is not None and preempted is not None and abs(ended - preempted) <= 1.0:
+        return "preemption"
+    return None
 
 
 def _given(fields: Mapping[str, str], name: str) -> str:
@@ -136,7 +148,7 @@ def _without_asking(facts: JobFacts, restarts: int, tried: bool) -> Requeued | N
         return Requeued.QUEUED
     if facts.state is not None and facts.state.is_pending:
         return Requeued.QUEUED
-    if facts.timed_out and not tried and facts.may_requeue:
+    if facts.cut_short and not tried and facts.may_requeue:
         return None  # Slurm takes it back although it is ending: seen with 22.05.8
     if facts.state is not None and (facts.state.is_completing or facts.state.is_finished):
         return Requeued.QUEUED if tried and facts.state.is_completing else Requeued.ENDING

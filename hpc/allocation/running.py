@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 
 from hpc.errors import SlurmCommandError
 from hpc.slurm import commands
@@ -25,9 +26,14 @@ class RunningStep:
     "forcing job termination"). So the tasks of a batch job get theirs by scancel, and keep their grace time.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], *, batch_job: str | None, grace_s: float) -> None:
-        """`batch_job`: the job whose steps scancel may signal; None where the child itself gets every signal."""
-        self._child, self._batch_job, self._grace_s = child, batch_job, grace_s
+    def __init__(
+        self, child: subprocess.Popen[bytes], *, batch_job: str | None, grace_s: float, on_end: Callable[[], None]
+    ) -> None:
+        """`batch_job`: the job whose steps scancel may signal; None where the child itself gets every signal.
+
+        `on_end` is called once SIGTERM has come, outside of the handler, before it is passed on.
+        """
+        self._child, self._batch_job, self._grace_s, self._on_end = child, batch_job, grace_s, on_end
         self._end_wanted = self._end_sent = False
         self._force_at = math.inf
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -84,6 +90,7 @@ class RunningStep:
 
     def _tell_tasks(self) -> None:
         assert self._batch_job is not None
+        self._on_end()
         try:
             commands.cancel(self._batch_job, signal_name="TERM", timeout_s=ANSWER_LIMIT_S)
             self._force_at = time.monotonic() + self._grace_s + AFTER_GRACE_S

@@ -80,7 +80,7 @@ def shares(events: Iterable[Mapping[str, Any]]) -> Shares | None:
 
 
 _OF_THE_CORE = ("resumed", "first_step", "saved", "stopping")
-_OF_A_START = ("started", "ended", *_OF_THE_CORE)
+_OF_A_START = ("started", "ending", "ended", *_OF_THE_CORE)
 
 
 def _note(start: _Start, kind: str, moment: float, event: Mapping[str, Any]) -> None:

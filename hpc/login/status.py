@@ -59,6 +59,10 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
             last.restart = _integer(event.get("restart")) or last.restart
             last.cause = _cause(event)
             last.steps = _steps(event)
+        elif kind == "ending" and last is not None and last.code is None and last.attempt == attempt:
+            last.ended, last.cause = moment, f"Slurm ended the job itself ({event.get('by_slurm')})"
+            last.requeued = event.get("by_slurm") == "requeued"
+            last.decision = "requeue" if last.requeued else ""
         elif kind == "decided" and last is not None and last.attempt == attempt:
             last.decision = str(event.get("decision", ""))
             last.cause = str(event.get("reason") or last.cause)
