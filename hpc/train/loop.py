@@ -112,11 +112,11 @@ def train(
     checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints, config.keep_every_steps)
     record = Record.of(run, world.is_rank_zero)
     if stop.here():
-        return _not_begun(checkpoints, world)
+        return _not_begun(checkpoints, world, record, stop)
     randomness.seed_all(config.seed)
     data = _take_data(job, config, world)
     if stop.here():
-        return _not_begun(checkpoints, world)
+        return _not_begun(checkpoints, world, record, stop)
     newest, files = world.on_rank_zero(lambda: _newest(checkpoints))
     saved = None if newest is None else _read(newest, files)
     position = _position(saved[1], data.sampler, config) if saved else Position()
@@ -515,10 +515,11 @@ def _make_parts(
     return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler)
 
 
-def _not_begun(checkpoints: Checkpoints, world: World) -> Outcome:
+def _not_begun(checkpoints: Checkpoints, world: World, record: Record, stop: Stop) -> Outcome:
     """Stopped before the first step of this attempt: the checkpoints are as they were."""
     steps = world.on_rank_zero(checkpoints.steps)
     at = steps[-1] if steps else 0
+    record.note("stopping", step=at, reason=stop.reason)
     newest = checkpoints.path(at) if steps else None
     return Outcome(at, 0, 0.0, {}, 0, newest, stopped_at=at)
 
