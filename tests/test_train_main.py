@@ -139,6 +139,24 @@ def test_a_worker_that_starts_imports_nothing_it_does_not_need() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
+def test_leaving_quickly_loses_nothing_that_a_job_has_begun(tmp_path: Path) -> None:
+    code = (
+        "import atexit, threading, time\n"
+        "from hpc.train.__main__ import leave\n"
+        "left = open('left.txt', 'w')\nleft.write('last words')\n"
+        "atexit.register(lambda: print('at exit'))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n"
+        "print('said', end='')\nleave(41)\n"
+    )
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 41 and done.stdout == "saidthread\nat exit\n", done.stderr
+    assert (tmp_path / "left.txt").read_text() == "last words"
+
+
 def torchrun(folder: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

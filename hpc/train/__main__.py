@@ -7,15 +7,20 @@ one on; otherwise it is read as `hpc.submit` reads it.
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
+import gc
 import importlib
+import io
 import logging
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hpc.train import notice
 
@@ -213,5 +218,18 @@ def _log_through(progress: Any) -> None:
     log.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.INFO)
 
 
+def leave(status: int) -> NoReturn:
+    """End this process as `sys.exit` does, but for taking the interpreter apart: with torch in it that takes seconds."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    left_open = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]  # by the job
+    for stream in (*left_open, sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
