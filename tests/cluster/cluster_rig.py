@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "sbin" / "devcluster.d"))
 
-import machine  # noqa: E402, F401
+import machine  # noqa: E402
 from cluster_site import SYSTEM_PATH, USERS, Shape, Site  # noqa: E402
 
 FIRST_USER, SECOND_USER = USERS
@@ -77,6 +77,12 @@ class Rig:
 
     def home(self, user: str = FIRST_USER) -> Path:
         return Path(pwd.getpwnam(user).pw_dir)
+
+    def daemon(self, name: str) -> int:
+        """The process id of a daemon: "slurmctld", "slurmd-node1"."""
+        pid = machine.running(self.site.pid_file(name))
+        assert pid is not None, f"{name} does not run"
+        return pid
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
