@@ -18,8 +18,6 @@ MARGIN_S = 10.0
 """Left over after the save: for the processes to end, and for the requeue."""
 STEPS = 3.0
 """Of the longest ones of late: what ranks may still go through until they have agreed on the stop."""
-UNKNOWN_SAVE_S = 30.0
-"""What a save is taken to need before anybody can say."""
 LOOK_S = 1.0
 BEFORE_STEPS = 4
 """Points that come before the second step: up to there it is the set-up that takes its time."""
@@ -30,8 +28,8 @@ class TimeLimit:
 
     def __init__(self, end_time: float | None, lead_s: float = math.inf) -> None:
         """`lead_s`: slurm.signal_lead_s, to tell when the warning comes too late for a save."""
-        self.save_s: Callable[[], float] = lambda: UNKNOWN_SAVE_S
-        """How long a whole save takes."""
+        self.save_s: Callable[[], float] = lambda: 0.0
+        """How long a whole save takes; nothing before there is a state to save."""
         self._ends = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._lead_s = lead_s
         self._points, self._before = 0, 0.0
@@ -67,7 +65,7 @@ class TimeLimit:
             return False
         self._next_look = now + LOOK_S
         needed = self.needed_s()
-        if needed > self._lead_s and self.save_s() != UNKNOWN_SAVE_S and not self._told:
+        if needed > self._lead_s and self.save_s() > 0 and not self._told:
             self._told = True
             log.warning(
                 "the warning comes slurm.signal_lead_s=%g s before the time limit, but a stop and a save take about %.0f s: "
