@@ -72,7 +72,8 @@ class LaunchConfig:
     allow_loopback: bool = False
     """Accept a loopback master for several nodes; only for several simulated nodes on one machine."""
     grace_s: float = 30.0
-    """Seconds that workers have between a forwarded SIGTERM and SIGKILL."""
+    """Seconds that workers have between a forwarded SIGTERM and SIGKILL. A step that still runs gets that SIGTERM so long, and
+    8 s more, before the time limit, so that the job can be requeued in time."""
     max_restarts: int = 3
     """How often workers that were killed, lost or never started are started again inside one allocation."""
     retry_failures: int = 0
