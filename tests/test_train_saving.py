@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -15,13 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from rank_server import Ranks
+from rank_server import ROOT, Ranks
 from test_train_loop import RUN
 
 from hpc.train import checkpoint
 from hpc.train.checkpoint import CheckpointError, Checkpoints, await_visible, damage, read
 from hpc.train.hostcopy import HostCopy
 from hpc.train.saving import Saved, Saving
+
+sys.path.insert(0, str(ROOT / "sbin" / "bench.d" / "parts"))
+
+from harm import harm
 
 
 def saving(folder: Path, **more: Any) -> Saving:
@@ -138,40 +143,10 @@ def test_multiples_of_keep_every_are_never_removed(tmp_path: Path) -> None:
     assert checkpoints.steps() == [4, 8, 10, 11]
 
 
-def harm(folder: Path, older: Path, chance: random.Random) -> str:
-    """Do one random damage to a checkpoint; returns what was done."""
-    kind = chance.choice(["flip", "cut", "swap", "missing", "mixed", "longer"])
-    file = folder / chance.choice([checkpoint.MODEL, checkpoint.TRAINER, checkpoint.CONFIG, checkpoint.MANIFEST])
-    data = bytearray(file.read_bytes())
-    if kind == "missing":
-        file.unlink()
-        return f"{kind} {file.name}"
-    if kind == "mixed":
-        new = (older / file.name).read_bytes()
-        if new == data:
-            return harm(folder, older, chance)
-        file.write_bytes(new)
-        return f"{kind} {file.name}"
-    at = chance.randrange(len(data))
-    if kind == "flip":
-        data[at] ^= 1 << chance.randrange(8)
-    elif kind == "cut":
-        del data[at:]
-    elif kind == "longer":
-        data += bytes(at + 1)
-    else:
-        size = chance.choice([1, 16, 512])
-        one, two = data[:size], data[-size:]
-        if len(data) < 2 * size or one == two:
-            return harm(folder, older, chance)
-        data[:size], data[-size:] = two, one
-    file.write_bytes(data)
-    return f"{kind} {file.name} {at}"
-
-
 def test_every_damage_is_noticed(tmp_path: Path) -> None:
     """As `sbin/bench recover` does it 1,600 times, the manifest's own bytes included."""
     checkpoints, chance = Checkpoints(tmp_path / "checkpoints"), random.Random(7)
+    files = (checkpoint.MODEL, checkpoint.TRAINER, checkpoint.CONFIG, checkpoint.MANIFEST)
     checkpoints.prepare()
     for step in (1, 2):
         weight = torch.randn(500, generator=torch.Generator().manual_seed(step))
@@ -182,7 +157,7 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
         shutil.rmtree(checkpoints.path(2))
         shutil.copytree(whole, checkpoints.path(2))
         assert damage(checkpoints.path(2)) is None
-        done = harm(checkpoints.path(2), checkpoints.path(1), chance)
+        done = harm(checkpoints.path(2), checkpoints.path(1), files, chance)
         assert damage(checkpoints.path(2)) is not None, done
     shutil.rmtree(checkpoints.path(2))
     shutil.copytree(checkpoints.path(1), checkpoints.path(2))
