@@ -46,6 +46,16 @@ def test_kill_9_of_the_controller_ends_the_job_and_keeps_the_run(run: Drill, qui
     run.check(quiet(), lost=[EVERY], cause="")
 
 
+def test_a_stopped_worker_is_ended_and_starts_again(run: Drill, quiet: Quiet) -> None:
+    run.submit(*SMALL)
+    start = run.reaches(16, saved=14)
+    os.kill(start.pids[2], signal.SIGSTOP)
+    run.until(lambda: run.events("decided"))
+    run.hurry()
+    run.check(quiet(), lost=[EVERY], cause="rank 2 on .* stopped")
+    assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"
+
+
 def test_kill_9_of_a_loader_worker(run: Drill, quiet: Quiet) -> None:
     run.submit(*SMALL, "train.loader_workers=1")
     start = run.reaches(16, saved=14)

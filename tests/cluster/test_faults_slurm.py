@@ -109,15 +109,26 @@ def test_a_node_is_lost(run: Drill, quiet: Quiet, how: str) -> None:
         run.hurry()
     finally:
         run.rig.devcluster("heal", lost)
+        takes_jobs(run.rig)
     run.check(quiet(), lost=[EVERY], cause="")
     told = (run.path / "record.jsonl").read_text()
     assert lost in told.partition('"event": "ended"')[2] or "Slurm" in run.reasons(), run.report()
+
+
+def takes_jobs(rig: Rig, limit_s: float = 120) -> None:
+    """Wait until every node takes a job of the kind that tests send, so that the next test finds a whole cluster."""
+    deadline = time.monotonic() + limit_s
+    argv = ["srun", "--nodes=2", "--gpus-per-node=4", "true"]
+    while (done := rig.run(argv, timeout=limit_s)).returncode != 0:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.5)
 
 
 # ---- Slurm itself ----------------------------------------------------------------------------------------------------
 
 
 def test_slurmctld_is_restarted_in_the_middle(run: Drill, quiet: Quiet) -> None:
+    expected = quiet()
     run.submit(*SMALL)
     start = run.reaches(12)
     pid = run.rig.daemon("slurmctld")
@@ -133,8 +144,9 @@ def test_slurmctld_is_restarted_in_the_middle(run: Drill, quiet: Quiet) -> None:
     finally:
         run.rig.devcluster("up")
     run.hurry()
-    run.check(quiet(), lost=[], cause="")
+    run.check(expected, lost=[], cause="")
     assert run.decisions() == [] and run.rig.job(run.job_id)["Restarts"] == "0"
+    takes_jobs(run.rig)
 
 
 SCONTROL = """\
