@@ -49,7 +49,9 @@ def test_what_a_record_tells() -> None:
     record = events((0, "started"), (10, "resumed"), (11, "first_step"), (70, "ended"), (75, "resumed"))
     record += [{"time": 80.0, "event": "saved", "stall_s": 0.05, "seconds": 0.5}]
     record += events((95, "stopping"), (96, "ended"), (200, "resumed"), (230, "first_step"), (400, "resumed"))
-    assert history(record) == History(60 + 21 + 30, 2, pytest.approx(0.1), 0.5)
+    assert history(record) == History(60 + 21 + 30, 3, pytest.approx(0.1), 0.5)
+    record += events((450, "ended"), code=0)
+    assert history(record) == History(60 + 21 + 30 + 50, 2, pytest.approx(0.1), 0.5)
     assert first_s(History()) == FIRST_S and first_s(History(20, 2)) == 1.0 and first_s(History(2000, 1)) == FIRST_S
 
 

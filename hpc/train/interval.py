@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc import exitcodes
+
 log = logging.getLogger("hpc.train")
 
 FAILURES_PER_NODE_DAY = 6.5e-3
@@ -22,6 +24,7 @@ MOST_OVERHEAD = 0.02
 """The share of the time that saving may take, however often the run fails."""
 DEAR = 0.05
 """The share of the time from which on a given interval is warned of."""
+GOOD_ENDS = (exitcodes.DONE, exitcodes.WANTS_ANOTHER_ATTEMPT)
 FIRST_S = 30.0
 """When the first save is due that nothing is known of: soon, since it has to be measured, and a start may fail early."""
 SLOWED = 0.1
@@ -41,10 +44,10 @@ class History:
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """What the events of a record tell of earlier starts.
+    """What the events of a record tell of the starts before this one, which has noted nothing yet.
 
-    A start has ended badly when another one resumed after it and it had not agreed on a stop. It ran until the controller
-    saw its end, else until the last that was heard of it.
+    A start has ended badly when it neither agreed on a stop nor left with a good exit code. It ran until the controller saw
+    its end, else until the last that was heard of it.
     """
     seconds, failures = 0.0, 0
     cost_s = save_s = None
@@ -59,10 +62,13 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
                 seconds, failures = seconds + max(0.0, last - began), failures + (not stopped)
             began, last, stopped = time, time, False
         elif kind in ("first_step", "saved", "ended", "stopping"):
-            last, stopped = time, stopped or kind == "stopping"
+            well = kind == "stopping" or (kind == "ended" and event.get("code") in GOOD_ENDS)
+            last, stopped = time, stopped or well
         if kind == "saved" and isinstance(event.get("seconds"), float) and isinstance(event.get("stall_s"), float):
             save_s = event["seconds"]
             cost_s = event["stall_s"] + SLOWED * save_s
+    if began is not None:
+        seconds, failures = seconds + max(0.0, last - began), failures + (not stopped)
     return History(seconds, failures, cost_s, save_s)
 
 

@@ -392,7 +392,8 @@ class Loop:
             "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
             "made_with": self.made_with,
         }
-        self.saving.begin(self.position.step, parts.model.state_dict(), state, began)
+        last = self.stopped or self.position.step == self.total
+        self.saving.begin(self.position.step, parts.model.state_dict(), state, began, urgent=last)
 
     def _evaluation_due(self) -> bool:
         if self.data.held_out is None or self.position.step == 0:

@@ -66,10 +66,18 @@ class Saving:
     def under_way(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, step: int, model: dict[str, Any], trainer: dict[str, Any], since: float | None = None) -> float:
+    def begin(
+        self,
+        step: int,
+        model: dict[str, Any],
+        trainer: dict[str, Any],
+        since: float | None = None,
+        *,
+        urgent: bool = False,
+    ) -> float:
         """Copy the state and leave the writing to a thread; returns how long training stood still for it.
 
-        `since`: when that began, by time.monotonic; now when None.
+        `since`: when that began, by time.monotonic; now when None. `urgent`: no step is to follow, so none goes first.
 
         Raises:
             CheckpointError: a value that safe loading would refuse, or the save before this one has failed.
@@ -80,7 +88,7 @@ class Saving:
         require_plain(trainer, "trainer")
         model, trainer = self._copy.take((model, trainer))
         stall_s = time.monotonic() - since
-        arguments = (step, model, trainer, since, stall_s)
+        arguments = (step, model, trainer, since, stall_s, urgent)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         return stall_s
@@ -120,10 +128,13 @@ class Saving:
             return self.last.seconds
         return GUESSED_START_S + self._expected_bytes / GUESSED_BYTES_PER_S
 
-    def _write(self, step: int, model: dict[str, Any], trainer: dict[str, Any], since: float, stall_s: float) -> None:
+    def _write(
+        self, step: int, model: dict[str, Any], trainer: dict[str, Any], since: float, stall_s: float, urgent: bool
+    ) -> None:
         """The thread."""
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # Linux: of this thread alone
+            if not urgent:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _niceness())  # Linux: of this thread alone
             path = self._checkpoints.publish(step, model, trainer, self._config)
             seconds = time.monotonic() - since
             size = sum(entry.stat().st_size for entry in os.scandir(path))
@@ -133,6 +144,11 @@ class Saving:
             self._checkpoints.remove_old()
         except BaseException as error:  # raised again in the training's own thread
             self._error = error
+
+
+def _niceness() -> int:
+    """NICENESS, or what the process has already if that is more: giving it back would need a privilege."""
+    return max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def expected_bytes(tensors: Iterable[Tensor]) -> int:
