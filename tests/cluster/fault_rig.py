@@ -108,8 +108,10 @@ class Drill:
         return [event["decision"] for event in self.events("decided")]
 
     def reasons(self) -> str:
-        """What the record says of the causes: of each agreed stop and each decision, a line each."""
-        return "\n".join(event["reason"] for event in (*self.events("stopping"), *self.events("decided")))
+        """What the record says of the causes: of each agreed stop, each decision, and what Slurm did by itself."""
+        ours = [event["reason"] for event in (*self.events("stopping"), *self.events("decided"))]
+        slurms = [f"Slurm: {event['by_slurm']} {event['lost_nodes']}" for event in self.events("ending")]
+        return "\n".join((*ours, *slurms))
 
     def starts(self) -> list[Start]:
         """The starts that came as far as the job's code, oldest first."""
