@@ -60,7 +60,7 @@ def test_guests_join_and_messages_go_both_ways(host: Host) -> None:
     thread.join()
     assert host.missing() == []
     assert (1, {"ended": {"code": 3}}) in news
-    assert (2, {"gone": True}) in news
+    assert (2, {"gone": True, "silent": False}) in news
     host.broadcast(go={"port": 5})
     host.flush(1.0)
     messages, _ = guests[0].receive()
