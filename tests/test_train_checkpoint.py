@@ -104,7 +104,7 @@ def spoil_version(path: Path) -> None:
         (spoil_version, "format 99"),
     ],
 )
-def test_a_damaged_one_is_named_and_skipped(
+def test_k03_a_damaged_one_is_named_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spoil: Any, word: str
 ) -> None:
     monkeypatch.setattr(logging.getLogger("hpc.train"), "propagate", True)

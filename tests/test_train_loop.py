@@ -117,7 +117,7 @@ def test_d06_one_process_trains_as_a_loop_by_hand(ranks: Ranks, tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_exactness_ten_steps_are_five_a_crash_and_five(ranks: Ranks, tmp_path: Path, number: int) -> None:
+def test_k06_ten_steps_are_five_a_crash_and_five(ranks: Ranks, tmp_path: Path, number: int) -> None:
     # 5 steps per epoch would hide a wrong position: 7 of them, so the crash falls inside an epoch.
     arguments = ("toy", RUN, EVERY_STEP, "samples=53", "train.batch_size=8", "train.max_steps=10", "train.epochs=2")
     arguments += ("dropout=0.4", "optimizer=adamw", "train.save_every_steps=5")

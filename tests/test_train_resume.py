@@ -45,7 +45,7 @@ def ids(folder: Path, rank: int) -> list[list[int]]:
         (4, ("train.loader_workers=1", "train.clip_grad_norm=0.1"), (9,)),
     ],
 )
-def test_stopped_at_any_step_it_is_the_uninterrupted_run(
+def test_k10_stopped_at_any_step_it_is_the_uninterrupted_run(
     ranks: Ranks, tmp_path: Path, number: int, more: tuple[str, ...], stops: Iterable[int]
 ) -> None:
     straight, broken = made(tmp_path, "straight"), made(tmp_path, "broken")
