@@ -34,7 +34,11 @@ def saves(bench: Bench, what: str, *numbers: int) -> dict[str, Any]:
 
 def stalls(bench: Bench) -> Iterator[Row]:
     found = saves(bench, "stall", 4 if bench.quick else 15)
-    copied = f"the copy of 256 MiB took {_range(found['ours'])}; other processes of this machine share its memory"
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    copied = (
+        f"ours took {_range(found['ours'])}, a bare copy of 256 MiB into kept memory {_range(found['copy'])}, with {load:.1f} "
+        f"processes that want to run on {cores} cores"
+    )
     yield compared(STALL, "torch.save on rank 0", found["ours"], found["torch.save"], 0.1, copied)
     yield compared(STALL, "DCP async_save", found["ours"], found["dcp"], 1 / 3, copied)
 

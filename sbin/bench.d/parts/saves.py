@@ -62,6 +62,7 @@ class Contest:
         self.model, self.trainer = state()
         self.ours = saving(folder)
         self.step = 0
+        self.kept: list[torch.Tensor] = []
 
     def stall_of_ours(self) -> float:
         self.step += 1
@@ -73,6 +74,14 @@ class Contest:
         self.stall_of_ours()
         assert self.ours.last is not None and self.ours.last.step == self.step
         return self.ours.last.seconds
+
+    def bare_copy(self) -> float:
+        """The floor of any save that waits for a copy: tensor by tensor into memory that has been touched before."""
+        moments = [moment["exp_avg"] for moment in self.trainer["optimizer"]["state"].values()]
+        tensors = [*self.model.values(), *moments]
+        if not self.kept:
+            self.kept = [tensor.clone() for tensor in tensors]
+        return timed(lambda: [kept.copy_(tensor) for kept, tensor in zip(self.kept, tensors, strict=True)])
 
     def torch_save(self) -> float:
         return timed(lambda: torch_save.save(self.both, self.folder / "state.pt"))
@@ -116,7 +125,8 @@ def contest(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[st
 
 def stall(folder: Path, rounds: int) -> dict[str, list[float]]:
     it = Contest(folder)
-    return contest({"ours": it.stall_of_ours, "torch.save": it.torch_save, "dcp": it.dcp_async}, rounds)
+    contestants = {"ours": it.stall_of_ours, "torch.save": it.torch_save, "dcp": it.dcp_async, "copy": it.bare_copy}
+    return contest(contestants, rounds)
 
 
 def durable(folder: Path, rounds: int) -> dict[str, list[float]]:
