@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import statistics
 import subprocess
 import time
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comebacks
 from frame import ROOT, Bench, Measurement, NotMeasured, Row, alternating, compared
 
 PARTS = Path(__file__).resolve().parent / "parts"
@@ -162,4 +165,70 @@ SAVING = [
     Measurement([DAMAGED], damaged),
     Measurement([OVERHEAD], overhead),
 ]
-MEASUREMENTS = [*SAVING]
+
+# --- runs on the dev cluster that are killed, stopped or told to go (parts/comebacks.py) -----------------------------
+
+AGAIN = "kill -9 of a worker to the first new step, 1 x 4 ranks"
+DEAD = "kill -9 of a worker until all ranks of that start are gone"
+STOPPED = "SIGSTOP of a worker until it is called stopped"
+LOST = "steps lost by kill -9 of a worker"
+GONE = "notice to the last process gone, less the save, 2 x 4 ranks"
+REQUEUED = "requeue to the first new step, less Slurm's wait"
+LOST_BY_NOTICE = "steps lost by a notice"
+EVERY = 7  # the save interval of the tests' job
+ONE_NODE = ("--nodes", "1", "--gpus-per-node", "4")
+
+
+def restarts(bench: Bench) -> Iterator[Row]:
+    """Each goal as a bound in seconds: the ratio is to it, so that 1 is met."""
+    chance = random.Random(4)
+    ours, rival = [], []
+    for who in alternating(["ours", "torchrun"], 2 if bench.quick else 8):
+        if who == "torchrun":
+            rival.append(comebacks.torchrun(bench))
+        else:
+            with comebacks.drill(bench, *ONE_NODE) as run:
+                ours.append(comebacks.hurt(run, signal.SIGKILL, 14 + chance.randrange(EVERY)))
+    cold, again, gone = ([turn[name] for turn in ours] for name in ("cold", "again", "noticed"))
+    pause = "of ours, 2 s are the pause before a restart"
+    bound = [seconds + 3 for seconds in cold]
+    yield compared(
+        AGAIN, "a cold start of ours + 3 s", again, bound, 1.0, f"{_range(again)}, cold {_range(cold)}; {pause}"
+    )
+    yield compared(AGAIN, "torchrun --max-restarts", again, rival, 0.5, f"{_range(again)} and {_range(rival)}; {pause}")
+    yield compared(DEAD, "2 s", gone, [2.0], 1.0, _range(gone))
+    lost = [turn["lost"] for turn in ours]
+    what = f"{LOST}, on average, of {EVERY} between two saves ({len(lost)} runs)"
+    yield Row(what=what, against="save interval", ratio=statistics.mean(lost) / EVERY, goal=0.6, reason=f"{lost}")
+    what = f"{LOST}, more than an interval, of {len(lost)} runs"
+    yield Row(what=what, against="counted", ratio=sum(steps > EVERY for steps in lost), goal=0, reason=f"{lost}")
+
+
+def stops(bench: Bench) -> Iterator[Row]:
+    found = []
+    for _ in range(1 if bench.quick else 5):
+        with comebacks.drill(bench, *ONE_NODE) as run:
+            found.append(comebacks.hurt(run, signal.SIGSTOP, 16)["noticed"])
+    yield compared(STOPPED, "10 s", found, [10.0], 1.0, f"{_range(found)}; the agent looks once a second")
+
+
+def notices(bench: Bench) -> Iterator[Row]:
+    found = []
+    for _ in range(2 if bench.quick else 20):
+        with comebacks.drill(bench, "--nodes", "2", "--gpus-per-node", "4") as run:
+            found.append(comebacks.told(run))
+    cold, again, gone = ([turn[name] for turn in found] for name in ("cold", "again", "gone"))
+    yield compared(GONE, "5 s", gone, [5.0], 1.0, _range(gone))
+    bound = [1.1 * seconds + 2 for seconds in cold]
+    yield compared(REQUEUED, "1.1 x a cold start + 2 s", again, bound, 1.0, f"{_range(again)}, cold {_range(cold)}")
+    lost = [turn["lost"] for turn in found]
+    what = f"{LOST_BY_NOTICE}, runs of {len(lost)} that lost any"
+    yield Row(what=what, against="counted", ratio=sum(steps != 0 for steps in lost), goal=0, reason=f"{lost}")
+
+
+COMING_BACK = [
+    Measurement([AGAIN, DEAD, LOST], restarts, needs_slurm=True),
+    Measurement([STOPPED], stops, needs_slurm=True),
+    Measurement([GONE, REQUEUED, LOST_BY_NOTICE], notices, needs_slurm=True),
+]
+MEASUREMENTS = [*SAVING, *COMING_BACK]
