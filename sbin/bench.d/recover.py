@@ -183,7 +183,7 @@ def restarts(bench: Bench) -> Iterator[Row]:
     """Each goal as a bound in seconds: the ratio is to it, so that 1 is met."""
     chance = random.Random(4)
     ours, rival = [], []
-    for who in alternating(["ours", "torchrun"], 2 if bench.quick else 8):
+    for who in alternating(["ours", "torchrun"], bench.turns or (2 if bench.quick else 8)):
         if who == "torchrun":
             rival.append(comebacks.torchrun(bench))
         else:
@@ -206,7 +206,7 @@ def restarts(bench: Bench) -> Iterator[Row]:
 
 def stops(bench: Bench) -> Iterator[Row]:
     found = []
-    for _ in range(1 if bench.quick else 5):
+    for _ in range(bench.turns or (1 if bench.quick else 5)):
         with comebacks.drill(bench, *ONE_NODE) as run:
             found.append(comebacks.hurt(run, signal.SIGSTOP, 16)["noticed"])
     yield compared(STOPPED, "10 s", found, [10.0], 1.0, f"{_range(found)}; the agent looks once a second")
@@ -214,7 +214,7 @@ def stops(bench: Bench) -> Iterator[Row]:
 
 def notices(bench: Bench) -> Iterator[Row]:
     found = []
-    for _ in range(2 if bench.quick else 20):
+    for _ in range(bench.turns or (2 if bench.quick else 20)):
         with comebacks.drill(bench, "--nodes", "2", "--gpus-per-node", "4") as run:
             found.append(comebacks.told(run))
     cold, again, gone = ([turn[name] for turn in found] for name in ("cold", "again", "gone"))

@@ -54,7 +54,7 @@ def first_step(bench: Bench, nodes: int, workers: int, goal: float) -> Iterator[
     elif bench.quick and nodes > 1:
         names.remove("ours-task-per-gpu")
     warm_up = 0 if bench.quick else 1
-    schedule = [*names * warm_up, *alternating(names, 1 if bench.quick else 7)]
+    schedule = [*names * warm_up, *alternating(names, bench.turns or (1 if bench.quick else 7))]
     found = launches.contest(bench, nodes, workers, schedule)
     seconds = {name: launches.values(found, name, "seconds", warm_up) for name in names}
     if "ours" in seconds:

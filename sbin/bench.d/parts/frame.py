@@ -64,6 +64,8 @@ class Bench:
 
     quick: bool = False
     only: str = ""
+    turns: int | None = None
+    """How often each launch is measured; None: as the benchmark has it."""
     failed: bool = False
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _python: str = ""
