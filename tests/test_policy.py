@@ -33,6 +33,7 @@ TABLE: list[tuple[dict[str, Any], Action, str]] = [
     # somebody wants it to end
     ({"code": 75, "state": JobState.CANCELLED, **MADE}, FAIL, "cancelled"),
     ({"code": 75, "state": JobState.COMPLETING, **MADE}, FAIL, "COMPLETING"),
+    ({"code": 69, "state": JobState.COMPLETING, "lost_nodes": ("gpu2",), **MADE}, FAIL, "has lost gpu2"),
     (
         {"code": 75, "state": JobState.COMPLETING, "cut_short": "the time limit", **MADE},
         REQUEUE,

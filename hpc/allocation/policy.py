@@ -161,7 +161,8 @@ def _stopped_by_somebody(ending: Ending) -> str | None:
     if state is JobState.CANCELLED:
         return "the job was cancelled"
     if state is not None and (state.is_completing or state.is_finished) and ending.cut_short is None:
-        return f"Slurm is ending the job itself ({state.value}): cancelled, or to be requeued by Slurm"
+        lost = f", and the allocation has lost {', '.join(ending.lost_nodes)}" if ending.lost_nodes else ""
+        return f"Slurm is ending the job itself ({state.value}): cancelled, or to be requeued by Slurm{lost}"
     return None
 
 
