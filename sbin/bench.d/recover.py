@@ -169,6 +169,7 @@ SAVING = [
 # --- runs on the dev cluster that are killed, stopped or told to go (parts/comebacks.py) -----------------------------
 
 AGAIN = "kill -9 of a worker to the first new step, 1 x 4 ranks"
+BESIDE_TORCHRUN = "the same kill -9 to the first new step"
 DEAD = "kill -9 of a worker until all ranks of that start are gone"
 STOPPED = "SIGSTOP of a worker until it is called stopped"
 LOST = "steps lost by kill -9 of a worker"
@@ -182,26 +183,32 @@ ONE_NODE = ("--nodes", "1", "--gpus-per-node", "4")
 def restarts(bench: Bench) -> Iterator[Row]:
     """Each goal as a bound in seconds: the ratio is to it, so that 1 is met."""
     chance = random.Random(4)
-    ours, rival = [], []
-    for who in alternating(["ours", "torchrun"], bench.turns or (2 if bench.quick else 8)):
-        if who == "torchrun":
-            rival.append(comebacks.torchrun(bench))
-        else:
-            with comebacks.drill(bench, *ONE_NODE) as run:
-                ours.append(comebacks.hurt(run, signal.SIGKILL, 14 + chance.randrange(EVERY)))
+    ours = []
+    for _ in range(bench.turns or (2 if bench.quick else 8)):
+        with comebacks.drill(bench, *ONE_NODE) as run:
+            ours.append(comebacks.hurt(run, signal.SIGKILL, 14 + chance.randrange(EVERY)))
     cold, again, gone = ([turn[name] for turn in ours] for name in ("cold", "again", "noticed"))
-    pause = "of ours, 2 s are the pause before a restart"
     bound = [seconds + 3 for seconds in cold]
-    yield compared(
-        AGAIN, "a cold start of ours + 3 s", again, bound, 1.0, f"{_range(again)}, cold {_range(cold)}; {pause}"
-    )
-    yield compared(AGAIN, "torchrun --max-restarts", again, rival, 0.5, f"{_range(again)} and {_range(rival)}; {pause}")
+    reason = f"{_range(again)}, cold {_range(cold)}; 2 s are the pause before a restart"
+    yield compared(AGAIN, "a cold start of ours + 3 s", again, bound, 1.0, reason)
     yield compared(DEAD, "2 s", gone, [2.0], 1.0, _range(gone))
     lost = [turn["lost"] for turn in ours]
     what = f"{LOST}, on average, of {EVERY} between two saves ({len(lost)} runs)"
     yield Row(what=what, against="save interval", ratio=statistics.mean(lost) / EVERY, goal=0.6, reason=f"{lost}")
     what = f"{LOST}, more than an interval, of {len(lost)} runs"
     yield Row(what=what, against="counted", ratio=sum(steps > EVERY for steps in lost), goal=0, reason=f"{lost}")
+
+
+def beside_torchrun(bench: Bench) -> Iterator[Row]:
+    ours, rival = [], []
+    for who in alternating(["torchrun", "ours"], bench.turns or (2 if bench.quick else 8)):
+        if who == "torchrun":
+            rival.append(comebacks.torchrun(bench))
+        else:
+            with comebacks.drill(bench, *ONE_NODE) as run:
+                ours.append(comebacks.hurt(run, signal.SIGKILL, 16)["again"])
+    reason = f"{_range(ours)} and {_range(rival)}; 2 s of ours are the pause before a restart"
+    yield compared(BESIDE_TORCHRUN, "torchrun --max-restarts", ours, rival, 0.5, reason)
 
 
 def stops(bench: Bench) -> Iterator[Row]:
@@ -228,6 +235,7 @@ def notices(bench: Bench) -> Iterator[Row]:
 
 COMING_BACK = [
     Measurement([AGAIN, DEAD, LOST], restarts, needs_slurm=True),
+    Measurement([BESIDE_TORCHRUN], beside_torchrun, needs_slurm=True),
     Measurement([STOPPED], stops, needs_slurm=True),
     Measurement([GONE, REQUEUED, LOST_BY_NOTICE], notices, needs_slurm=True),
 ]
