@@ -45,6 +45,7 @@ def test_without_an_agent_it_writes_for_nobody(monkeypatch: pytest.MonkeyPatch) 
         rank = Heartbeat.from_environ()
         rank.beat(1)
         rank.phase("evaluate", None)
+        assert Pulse().beat() is None
 
 
 def test_a_process_started_by_execution_finds_it() -> None:
