@@ -36,6 +36,7 @@ END_TIME_VARIABLE = "HPC_END_TIME"
 WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 64 * 1024
+_TRIES = 20
 
 
 class RunDirectory:
@@ -58,14 +59,19 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it cannot be made, or what is there belongs to or can be written by somebody else.
         """
-        path = Path(os.path.abspath(root)) / f"{name}-{run_id or new_run_id()}"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=run_id is not None)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"cannot make the run directory {path}: {error.strerror or error}; give another place with run_root=DIR"
-            ) from None
+        for tries_left in reversed(range(_TRIES)):
+            path = Path(os.path.abspath(root)) / f"{name}-{run_id or new_run_id()}"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=0o700, exist_ok=run_id is not None)
+            except OSError as error:
+                if isinstance(error, FileExistsError) and run_id is None and path.is_dir() and tries_left:
+                    continue  # somebody drew the same id in the same second
+                raise RunDirectoryError(
+                    f"cannot make the run directory {path}: {error.strerror or error}; "
+                    f"give another place with run_root=DIR"
+                ) from None
+            break
         return cls.open(path)
 
     @classmethod

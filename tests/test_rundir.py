@@ -32,6 +32,14 @@ def test_ids_are_unique_and_a_given_id_is_the_same_directory(tmp_path: Path) -> 
     assert RunDirectory.create(tmp_path, "a", "7").path == RunDirectory.create(tmp_path, "a", "7").path
 
 
+def test_an_id_that_somebody_has_drawn_already_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["same", "same", "same", "other", *["same"] * 1000])
+    monkeypatch.setattr("hpc.rundir.new_run_id", lambda: next(drawn))
+    assert [RunDirectory.create(tmp_path, "a").path.name for _ in range(2)] == ["a-same", "a-other"]
+    with pytest.raises(RunDirectoryError, match="File exists"):
+        RunDirectory.create(tmp_path, "a")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="another owner needs root")
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
