@@ -13,7 +13,7 @@ from steps import ROOT, Step, send
 
 from hpc.allocation import allocation as allocations
 from hpc.allocation.allocation import Allocation
-from hpc.allocation.controller import agent_command, plan_step, step_command
+from hpc.allocation.step import agent_command, plan_step, step_command
 from hpc.config import Loaded
 from hpc.errors import EnvironmentMismatch
 from hpc.schema import Config, LaunchConfig

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.metadata
-import os
-import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import hpc
 from hpc import exitcodes
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.history import lost_hosts, newest_checkpoint, stalled_attempts
@@ -35,10 +28,11 @@ from hpc.allocation.requeue import (
     resubmit,
 )
 from hpc.allocation.running import RunningStep
+from hpc.allocation.step import agent_command, agent_environ, plan_step, start_step, step_command
 from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
-from hpc.errors import HpcError, NeverStarted, NodelistError, SlurmCommandError, printable
+from hpc.errors import NodelistError, SlurmCommandError, printable
 from hpc.rundir import (
     ATTEMPT_VARIABLE,
     BEGAN_VARIABLE,
@@ -51,96 +45,9 @@ from hpc.slurm import commands
 from hpc.slurm.nodelist import expand_nodelist
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
 LAST_ACTS_S = 8.0
 """Kept free before the time limit: for the step's end, the decision, and the requeue."""
 LONGEST_WAIT_S = 86_400.0  # a day; then the end time is asked for again
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The job step to start: how many tasks of how many cores, and whether srun starts them."""
-
-    nodes: int
-    tasks_per_node: int
-    workers_per_node: int | None
-    """None: each agent counts its node's GPUs."""
-    cpus_per_task: int | None
-    overcommit: bool
-    local: bool
-
-    @property
-    def workers(self) -> int:
-        """Workers over all nodes, as far as it is known before the agents have counted."""
-        return self.nodes * (self.workers_per_node or 1)
-
-
-def plan_step(allocation: Allocation, loaded: Loaded) -> Step:
-    """The job step for this allocation and configuration; pure."""
-    launch = loaded.config.launch
-    local = not allocation.job_id
-    workers = launch.workers_per_node or (1 if local else allocation.gpus_per_node) or 1
-    tasks = workers if launch.layout == "task-per-gpu" and not local else 1
-    cores = allocation.cpus_per_task if tasks > 1 or allocation.cpus_per_node is None else None
-    if cores is None and allocation.cpus_per_node is not None:
-        cores = max(1, allocation.cpus_per_node // tasks)
-    return Step(
-        nodes=allocation.nodes,
-        tasks_per_node=tasks,
-        # when GPUs were granted, each agent counts those of its own node: nodes may differ
-        workers_per_node=workers if launch.workers_per_node or not allocation.gpus_per_node else None,
-        cpus_per_task=cores,
-        overcommit=allocation.cpus_per_node is not None and tasks > allocation.cpus_per_node,
-        local=local,
-    )
-
-
-def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
-    """The command line of one agent."""
-    launch = loaded.config.launch
-    command = [python, "-u", "-m", "hpc.node", f"--layout={launch.layout}"]
-    if step.tasks_per_node == 1 and step.workers_per_node is not None:
-        command.append(f"--workers-per-node={step.workers_per_node}")
-    if step.cpus_per_task is not None:
-        command.append(f"--cores-asked={step.cpus_per_task}")
-    command.append(f"--rendezvous-timeout={launch.rendezvous_timeout_s:g}")
-    command.append(f"--grace={launch.grace_s:g}")
-    if launch.hang_timeout_s > 0:
-        command.append(f"--hang-timeout={launch.hang_timeout_s:g}")
-    command.append(f"--warning={loaded.config.slurm.signal}")
-    command += [f"--preload={name}" for name in launch.preload]
-    if not launch.fork:
-        command.append("--no-fork")
-    if launch.allow_loopback:
-        command.append("--allow-loopback")
-    if loaded.config.command:
-        return [*command, "--", *loaded.config.command]
-    return [*command, loaded.config.job]
-
-
-def step_command(step: Step, agent: Sequence[str]) -> list[str]:
-    """The agents as one job step. GPUs are not named: the step gets all of the job's, in the form the job asked for.
-
-    Source: srun(1): --kill-on-bad-exit, --cpus-per-task (not inherited from sbatch since 22.05), --export.
-    """
-    if step.local:
-        return list(agent)
-    command = [
-        "srun",
-        f"--nodes={step.nodes}",
-        f"--ntasks={step.nodes * step.tasks_per_node}",
-        f"--ntasks-per-node={step.tasks_per_node}",
-        "--distribution=block",
-        "--kill-on-bad-exit=1",
-        "--label",
-        "--export=ALL",
-    ]
-    if step.cpus_per_task is not None:
-        command.append(f"--cpus-per-task={step.cpus_per_task}")
-    if step.overcommit:
-        command.append("--overcommit")
-    return [*command, *agent]
 
 
 class Controller:
@@ -224,60 +131,22 @@ class Controller:
         layout = f", {self.loaded.config.launch.layout}" if not step.local else ""
         return f"{where}: {what} on {nodes}{layout}; {self.python}, torch {torch}; {self.run_dir.path}"
 
-    def environ(self) -> dict[str, str]:
-        """The agents' environment: this one, and what the controller has to tell them."""
-        environ = dict(os.environ)
-        environ[RUN_DIR_VARIABLE] = str(self.run_dir.path)
-        environ[ATTEMPT_VARIABLE] = str(self.allocation.attempt)
-        environ[RESTART_VARIABLE] = str(self.restart)
-        environ[BEGAN_VARIABLE] = f"{self.start_began:.0f}"
-        if self.end_time is not None:
-            environ[END_TIME_VARIABLE] = f"{self.end_time:.0f}"
-        environ["HPC_SECRET"] = secrets.token_hex(16)
-        environ["PYTHONUTF8"] = "1"
-        root = str(Path(hpc.__file__).resolve().parent.parent)
-        if Path(root).name not in ("site-packages", "dist-packages"):
-            before = environ.get("PYTHONPATH")
-            environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else root
-        if self.step.local and sys.stdout.isatty():
-            environ["HPC_TERMINAL"] = "1"
-        if not self.loaded.config.command:
-            text = self.loaded.to_yaml()
-            if len(text.encode()) > CONFIG_LIMIT:
-                raise HpcError(
-                    f"the merged configuration has {len(text)} characters; at most {CONFIG_LIMIT} can be handed on"
-                )
-            environ["HPC_CONFIG"] = text
-        return environ
-
     def start_and_wait(self) -> int:
         """Start the step and pass signals on until it ends; returns its exit code as a shell would give it.
 
         Raises:
             NeverStarted: srun is missing or may not be executed.
         """
+        told = {
+            RUN_DIR_VARIABLE: str(self.run_dir.path),
+            ATTEMPT_VARIABLE: str(self.allocation.attempt),
+            RESTART_VARIABLE: str(self.restart),
+            BEGAN_VARIABLE: f"{self.start_began:.0f}",
+            **({END_TIME_VARIABLE: f"{self.end_time:.0f}"} if self.end_time is not None else {}),
+        }
         argv = step_command(self.step, agent_command(self.step, self.loaded, self.python))
-        parent = os.getpid()
-        local = self.step.local
-        libc = ctypes.CDLL(None)
-
-        def in_child() -> None:
-            # srun passes SIGTERM on to its tasks; the agent knows SIGHUP from a lost launcher
-            libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP if local else signal.SIGTERM), 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(exitcodes.UNAVAILABLE)
-            if local:
-                os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
-
-        try:
-            child = subprocess.Popen(
-                argv, env=self.environ(), cwd=self.code, stdin=subprocess.DEVNULL, preexec_fn=in_child
-            )
-        except OSError as error:
-            raise NeverStarted(
-                f"cannot run {argv[0]}: {error.strerror}; is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"
-            ) from None
-        batch_job = self.allocation.run_id if not local and self.is_batch else None
+        child = start_step(argv, agent_environ(self.step, self.loaded, told), cwd=self.code, local=self.step.local)
+        batch_job = self.allocation.run_id if not self.step.local and self.is_batch else None
         grace_s = self.loaded.config.launch.grace_s
         running = RunningStep(child, batch_job=batch_job, grace_s=grace_s, on_end=self._note_slurms_end)
         self._running = running

@@ -1,0 +1,158 @@
+"""The job step: how many agents, how they are started, and what they are told."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import hpc
+from hpc import exitcodes
+from hpc.allocation.allocation import Allocation
+from hpc.config import Loaded
+from hpc.errors import HpcError, NeverStarted
+
+CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The job step to start: how many tasks of how many cores, and whether srun starts them."""
+
+    nodes: int
+    tasks_per_node: int
+    workers_per_node: int | None
+    """None: each agent counts its node's GPUs."""
+    cpus_per_task: int | None
+    overcommit: bool
+    local: bool
+
+    @property
+    def workers(self) -> int:
+        """Workers over all nodes, as far as it is known before the agents have counted."""
+        return self.nodes * (self.workers_per_node or 1)
+
+
+def plan_step(allocation: Allocation, loaded: Loaded) -> Step:
+    """The job step for this allocation and configuration; pure."""
+    launch = loaded.config.launch
+    local = not allocation.job_id
+    workers = launch.workers_per_node or (1 if local else allocation.gpus_per_node) or 1
+    tasks = workers if launch.layout == "task-per-gpu" and not local else 1
+    cores = allocation.cpus_per_task if tasks > 1 or allocation.cpus_per_node is None else None
+    if cores is None and allocation.cpus_per_node is not None:
+        cores = max(1, allocation.cpus_per_node // tasks)
+    return Step(
+        nodes=allocation.nodes,
+        tasks_per_node=tasks,
+        # when GPUs were granted, each agent counts those of its own node: nodes may differ
+        workers_per_node=workers if launch.workers_per_node or not allocation.gpus_per_node else None,
+        cpus_per_task=cores,
+        overcommit=allocation.cpus_per_node is not None and tasks > allocation.cpus_per_node,
+        local=local,
+    )
+
+
+def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
+    """The command line of one agent."""
+    launch = loaded.config.launch
+    command = [python, "-u", "-m", "hpc.node", f"--layout={launch.layout}"]
+    if step.tasks_per_node == 1 and step.workers_per_node is not None:
+        command.append(f"--workers-per-node={step.workers_per_node}")
+    if step.cpus_per_task is not None:
+        command.append(f"--cores-asked={step.cpus_per_task}")
+    command.append(f"--rendezvous-timeout={launch.rendezvous_timeout_s:g}")
+    command.append(f"--grace={launch.grace_s:g}")
+    if launch.hang_timeout_s > 0:
+        command.append(f"--hang-timeout={launch.hang_timeout_s:g}")
+    command.append(f"--warning={loaded.config.slurm.signal}")
+    command += [f"--preload={name}" for name in launch.preload]
+    if not launch.fork:
+        command.append("--no-fork")
+    if launch.allow_loopback:
+        command.append("--allow-loopback")
+    if loaded.config.command:
+        return [*command, "--", *loaded.config.command]
+    return [*command, loaded.config.job]
+
+
+def step_command(step: Step, agent: Sequence[str]) -> list[str]:
+    """The agents as one job step. GPUs are not named: the step gets all of the job's, in the form the job asked for.
+
+    Source: srun(1): --kill-on-bad-exit, --cpus-per-task (not inherited from sbatch since 22.05), --export.
+    """
+    if step.local:
+        return list(agent)
+    command = [
+        "srun",
+        f"--nodes={step.nodes}",
+        f"--ntasks={step.nodes * step.tasks_per_node}",
+        f"--ntasks-per-node={step.tasks_per_node}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--label",
+        "--export=ALL",
+    ]
+    if step.cpus_per_task is not None:
+        command.append(f"--cpus-per-task={step.cpus_per_task}")
+    if step.overcommit:
+        command.append("--overcommit")
+    return [*command, *agent]
+
+
+def agent_environ(step: Step, loaded: Loaded, told: Mapping[str, str]) -> dict[str, str]:
+    """The agents' environment: this one, what the controller tells them, a secret of this start, and the configuration.
+
+    Raises:
+        HpcError: the configuration is too long to be handed on.
+    """
+    environ = {**os.environ, **told, "HPC_SECRET": secrets.token_hex(16), "PYTHONUTF8": "1"}
+    root = str(Path(hpc.__file__).resolve().parent.parent)
+    if Path(root).name not in ("site-packages", "dist-packages"):
+        before = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else root
+    if step.local and sys.stdout.isatty():
+        environ["HPC_TERMINAL"] = "1"
+    if not loaded.config.command:
+        text = loaded.to_yaml()
+        if len(text.encode()) > CONFIG_LIMIT:
+            raise HpcError(
+                f"the merged configuration has {len(text)} characters; at most {CONFIG_LIMIT} can be handed on"
+            )
+        environ["HPC_CONFIG"] = text
+    return environ
+
+
+def start_step(
+    argv: Sequence[str], environ: Mapping[str, str], *, cwd: str | None, local: bool
+) -> subprocess.Popen[bytes]:
+    """Start srun, or the agent itself when `local`; it ends when this process dies, however it dies.
+
+    Raises:
+        NeverStarted: it is missing or may not be executed.
+    """
+    parent = os.getpid()
+    libc = ctypes.CDLL(None)
+
+    def in_child() -> None:
+        # srun passes SIGTERM on to its tasks; the agent knows SIGHUP from a lost launcher
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP if local else signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(exitcodes.UNAVAILABLE)
+        if local:
+            os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
+
+    try:
+        return subprocess.Popen(argv, env=dict(environ), cwd=cwd, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+    except OSError as error:
+        raise NeverStarted(
+            f"cannot run {argv[0]}: {error.strerror}; "
+            f"is Slurm's client on PATH in the batch step? ({os.environ.get('PATH')})"
+        ) from None
