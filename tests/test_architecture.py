@@ -23,6 +23,7 @@ ROOMS = {  # room or door: what it may import besides the standard library, the 
     "hpc/submit.py": {"hpc.login"},
     "hpc/status.py": {"hpc.login"},
     "hpc/logs.py": {"hpc.login"},
+    "hpc/doctor.py": {"hpc.login", "hpc.allocation"},
     "hpc/launch.py": {"hpc.allocation"},
     "hpc/__main__.py": set[str](),
     "hpc/slurm": set[str](),
