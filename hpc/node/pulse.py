@@ -11,8 +11,9 @@ from hpc import beats
 from hpc.beats import Beat
 
 LOOK_S = 1.0
-STOPPED_S = 10.0
-"""A process that is stopped (SIGSTOP) for longer than this, and than five steps, is as good as dead."""
+STOPPED_S = 9.0
+"""A process that is stopped (SIGSTOP) for longer than this, and than five steps, is as good as dead. With a look each second, and
+the time until it is told, that is 10 s."""
 STEPS = 5
 OTHER_PHASES = 6.0
 """Start-up, saves and evaluations may take so many times longer than a step without a beat."""
