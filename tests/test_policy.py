@@ -179,6 +179,7 @@ def test_hosts_that_were_lost_are_known_to_the_next_attempt_alone() -> None:
 def test_pauses_grow() -> None:
     pauses = [decide(Ending(code=KILL, restarts=used), Limits(max_restarts=9)).pause_s for used in range(5)]
     assert pauses == [2, 10, 30, 30, 30]
+    assert decide(Ending(code=KILL, progress=True), Limits()).pause_s == 0
 
 
 def test_q18_failures_are_retried_only_when_asked_and_on_their_own_budget() -> None:

@@ -6,7 +6,7 @@
 | cancelled, or Slurm is ending the job already | fail: it never comes back by our doing |
 | stopped at the keyboard | fail |
 | saved and wants to go on (75), or ended by a notice | requeue, without limit as long as steps are made |
-| worker or data-loader process killed, worker hung, agent lost, or never started | again, `max_restarts` times with a growing pause; when a notice came or time is short: requeue |
+| worker or data-loader process killed, worker hung, agent lost, or never started | again, `max_restarts` times in a row with a growing pause; when a notice came or time is short: requeue |
 | the same, and a node of the allocation is lost | requeue without that node where the job may come back, else fail |
 | an exception, or any other exit code | fail at once, unless `retry_failures` allows another try |
 """
@@ -21,7 +21,7 @@ from hpc import exitcodes
 from hpc.slurm.states import JobState
 
 PAUSES_S = (2.0, 10.0, 30.0)
-"""Before the first, second and every later restart inside the allocation."""
+"""Before the first, second and every later restart inside the allocation that follows a start without a step that is kept."""
 STALLED_LIMIT = 3
 """Attempts in a row without a new step, after which the run is given up."""
 SHORTEST_S = 60.0
@@ -103,10 +103,12 @@ class Ending:
     """How long this attempt has run, its restarts included."""
     stalled: int = 0
     """Attempts in a row before this one that made no step."""
+    progress: bool = False
+    """The start that ended made a step that is kept; always False where steps cannot be known."""
     restarts: int = 0
-    """Starts inside this allocation after the first, for killed or lost workers."""
+    """Starts inside this allocation for killed or lost workers, since the last one with such a step."""
     retried: int = 0
-    """The same for failures of the program."""
+    """Starts inside this allocation after failures of the program."""
     time_left_s: float | None = None
 
 
@@ -210,8 +212,10 @@ def _come_back(ending: Ending, why: str) -> Decision:
 
 
 def _again(ending: Ending, why: str) -> Decision:
+    """After a start that came forward there is nothing to wait for: its processes have been swept away by now."""
     used = ending.restarts + ending.retried
-    return Decision(action=Action.AGAIN, reason=why, pause_s=PAUSES_S[min(used, len(PAUSES_S) - 1)])
+    pause_s = 0.0 if ending.progress else PAUSES_S[min(used, len(PAUSES_S) - 1)]
+    return Decision(action=Action.AGAIN, reason=why, pause_s=pause_s)
 
 
 def _again_or_back(ending: Ending, limits: Limits, broken: str, noticed: str | None) -> Decision:
