@@ -14,6 +14,19 @@ from hpc.node import meeting
 from hpc.node.meeting import Connection, Host, find_host
 
 KEY = b"the job's own key"
+NOISE = (
+    b'{"joined": {"task": 1}}\n',
+    b'{"proof": "00"}\n',
+    '{"proof": "é"}\n'.encode(),
+    b'{"proof": "\\ud800", "challenge": "\\ud800"}\n',
+    b'{"proof": ["x"], "challenge": {"a": 1}}\n',
+    b'{"proof": ' + b"9" * 8000 + b"}\n",
+    b'{"proof": null}\n{"joined": {"task": true}}\n',
+    b"[" * 8000 + b"\n",
+    b"null\n\n\0\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 300_000,
+)
 
 
 @pytest.fixture
@@ -99,9 +112,9 @@ def test_strangers_on_the_ports_are_passed_by(host: Host) -> None:
 
 
 def test_nothing_is_told_to_who_cannot_prove_the_key(host: Host) -> None:
-    thread, news = in_background(host, 1.5)
+    thread, news = in_background(host, 2.0)
     answers = []
-    for line in (b'{"joined": {"task": 1}}\n', b'{"proof": "00"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300_000):
+    for line in NOISE:
         with socket.create_connection(("127.0.0.1", port_of(host)), timeout=1) as rogue:
             greeting = json.loads(rogue.makefile("rb").readline())
             try:
@@ -111,8 +124,33 @@ def test_nothing_is_told_to_who_cannot_prove_the_key(host: Host) -> None:
                 answers.append(b"")
             assert set(greeting) == {"greeting", "challenge"}
     thread.join()
-    assert answers == [b""] * 4
+    assert answers == [b""] * len(NOISE)
     assert news == [] and host.missing() == [1, 2]
+
+
+def test_a_stranger_that_sends_anything_does_not_stop_a_guest() -> None:
+    """The same noise from the other side: on the port that the guest tries."""
+    greetings = (b"", *(b'{"greeting": "hpc-meeting-1", "challenge": %s}\n' % text for text in (b'"0"', b'"\\ud800"')))
+    for answer in [greeting + line for line in NOISE for greeting in greetings]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(answer[:20_000])
+            theirs.shutdown(socket.SHUT_WR)
+            assert meeting._greet(Connection(ours), KEY) not in ("host", "wait")
+
+
+def test_silent_strangers_are_let_go_of_when_they_are_many(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot use up the host's file descriptors, and a guest still gets in among them."""
+    monkeypatch.setattr(meeting, "STRANGERS", 20)
+    thread, _ = in_background(host, 1.0)
+    rogues = [socket.create_connection(("127.0.0.1", port_of(host))) for _ in range(100)]
+    guest = find_host("127.0.0.1", [port_of(host), 1], KEY, time.monotonic() + 5)
+    guest.send(joined={"task": 1, "host": "n1"})
+    thread.join()
+    assert host.missing() == [2] and len(host.sockets()) <= 1 + 1 + host.tasks + 20
+    for rogue in rogues:
+        rogue.close()
+    guest.close()
 
 
 def test_a_proof_cannot_be_played_back(host: Host) -> None:

@@ -27,6 +27,10 @@ from hpc.errors import RendezvousError
 
 GREETING = "hpc-meeting-1"
 MESSAGE_LIMIT = 256 * 1024
+STRANGER_LIMIT = 16 * 1024
+"""Bytes that are read of one who has not proven the key."""
+STRANGERS = 256
+"""Connections without proof that the host keeps besides one per task; of more, the oldest ones are closed."""
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
@@ -89,14 +93,14 @@ class Connection:
                 gone = True
                 break
             self._incoming += data
-            if len(self._incoming) > MESSAGE_LIMIT:
+            if len(self._incoming) > (MESSAGE_LIMIT if self.proven else STRANGER_LIMIT):
                 return [], True
         *lines, self._incoming = self._incoming.split(b"\n")
         messages: list[dict[str, Any]] = []
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return messages, True
             if not isinstance(message, dict):
                 return messages, True
@@ -109,7 +113,19 @@ class Connection:
 
 def proof(key: bytes, challenge: str, side: str) -> str:
     """What only a holder of the key can answer to a challenge; `side` keeps an answer from being played back."""
-    return hmac.new(key, f"{GREETING}:{side}:{challenge}".encode(), hashlib.sha256).hexdigest()
+    text = f"{GREETING}:{side}:{challenge}".encode("utf-8", "backslashreplace")
+    return hmac.new(key, text, hashlib.sha256).hexdigest()
+
+
+def _is_proof(answer: Any, key: bytes, challenge: str, side: str) -> bool:
+    """Whether the answer, whatever a stranger may have sent as such, is the right one."""
+    given = answer.encode("utf-8", "backslashreplace") if isinstance(answer, str) else b""
+    return hmac.compare_digest(given, proof(key, challenge, side).encode())
+
+
+def _challenge(message: Mapping[str, Any]) -> str:
+    challenge = message.get("challenge")
+    return challenge if isinstance(challenge, str) else ""
 
 
 class Host:
@@ -121,7 +137,7 @@ class Host:
         self.joined: dict[int, dict[str, Any]] = {}
         self.connections: dict[int, Connection] = {}
         self._key = key
-        self._strangers: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # in the order in which they came
         server.setblocking(False)
 
     def sockets(self) -> list[socket.socket | Connection]:
@@ -143,8 +159,12 @@ class Host:
             except (BlockingIOError, OSError):
                 return
             connection = Connection(sock)
-            self._strangers.add(connection)
+            self._strangers[connection] = None
             connection.send(greeting=GREETING, challenge=connection.challenge)
+            if len(self._strangers) > self.tasks + STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.close()
 
     def serve(self, connection: Connection) -> list[tuple[int, dict[str, Any]]]:
         """Read one connection: messages of proven guests as (task, message); a broken one gives (task, {"gone": ...})."""
@@ -159,7 +179,7 @@ class Host:
             elif connection.task is not None:
                 news.append((connection.task, message))
         if gone:
-            self._strangers.discard(connection)
+            self._strangers.pop(connection, None)
             if connection.task is not None and self.connections.pop(connection.task, None) is not None:
                 news.append((connection.task, {"gone": True, "silent": connection.silent}))
             connection.close()
@@ -167,11 +187,10 @@ class Host:
 
     def _admit(self, connection: Connection, message: Mapping[str, Any]) -> bool:
         if not connection.proven:
-            answer = str(message.get("proof", ""))
-            if not hmac.compare_digest(answer, proof(self._key, connection.challenge, "guest")):
+            if not _is_proof(message.get("proof"), self._key, connection.challenge, "guest"):
                 return False
             connection.proven = True
-            connection.send(proof=proof(self._key, str(message.get("challenge", "")), "host"))
+            connection.send(proof=proof(self._key, _challenge(message), "host"))
             return True
         facts = message.get("joined")
         task = facts.get("task") if isinstance(facts, dict) else None
@@ -181,7 +200,7 @@ class Host:
             connection.send(stop={"code": 78, "message": f"task {task} joined twice, or is none of {self.tasks}"})
             return False
         connection.task = task
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         self.connections[task] = connection
         self.joined[task] = dict(facts)
         return True
@@ -271,11 +290,11 @@ def _greet(connection: Connection, key: bytes) -> str:
     for message in messages:
         if message.get("greeting") == GREETING and not connection.proven:
             connection.proven = True
-            answer = proof(key, str(message.get("challenge", "")), "guest")
+            answer = proof(key, _challenge(message), "guest")
             connection.send(proof=answer, challenge=connection.challenge)
         elif connection.proven and "proof" in message:
-            expected = proof(key, connection.challenge, "host")
-            return "host" if hmac.compare_digest(str(message["proof"]), expected) else "stranger with another key"
+            mine = _is_proof(message["proof"], key, connection.challenge, "host")
+            return "host" if mine else "stranger with another key"
         else:
             return "stranger on the port"
     if gone:
