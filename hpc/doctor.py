@@ -1,5 +1,7 @@
 """The door for questions before a run: `python -m hpc.doctor`. What a cluster is, and what of it or of a script will bite.
 
+python -m hpc.doctor                           on the login node: this cluster, and a site file to start from
+python -m hpc.doctor --site-file FILE          the same, and the site file is written
 python -m hpc.doctor --lint FILE.sbatch ...    the classic mistakes of a batch script that was written by hand
 """
 
@@ -10,9 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpc.errors import HpcError, UsageError, printable, report
+
+if TYPE_CHECKING:
+    from hpc.login.cluster import Cluster
 
 DOOR = "hpc.doctor"
 FINDINGS = 1
@@ -28,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Look, print, and return the exit code: 0 nothing found, 1 findings, 2 a wrong command line."""
     try:
         asked = _parser().parse_args(argv)
-        return _lint(asked.lint)
+        if asked.lint:
+            return _lint(asked.lint)
+        return _cluster(asked.site_file)
     except HpcError as error:
         return report(DOOR, error)
     except BrokenPipeError:  # the reader has seen enough
@@ -38,8 +45,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=f"python -m {DOOR}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--site-file", type=Path, metavar="FILE", help="write the site file to start from")
     parser.add_argument("--lint", nargs="+", type=Path, metavar="FILE", help="name the mistakes in batch scripts")
     return parser
+
+
+def _cluster(site_file: Path | None) -> int:
+    from hpc.login import cluster
+
+    found = cluster.look()
+    _print_cluster(found)
+    text = cluster.site_file(found)
+    if site_file is None:
+        print(f"\nA site file to start from (--site-file FILE writes it):\n\n{text}", end="", flush=True)
+        return 0
+    try:
+        with open(site_file, "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise UsageError(f"--site-file {printable(str(site_file))}: {error.strerror}; give a new file's name") from None
+    print(f"\nwritten: {printable(str(site_file))}", flush=True)
+    return 0
+
+
+def _print_cluster(found: Cluster) -> None:
+    from hpc.login import cluster
+
+    for name, value in cluster.facts(found):
+        print(f"{name:22}{printable(value)}")
+    print()
+    for line in table([cluster.PARTITION_COLUMNS, *cluster.partition_rows(found)]):
+        print(line)
+    bites = cluster.bites(found)
+    print(f"\n{'What will bite:' if bites else 'Nothing that bites was found.'}")
+    for bite in bites:
+        print(f"- {printable(bite.setting)}: {printable(bite.meaning)}")
+        print(f"    {printable(bite.advice)}")
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of texts as lines of one table, each column as wide as its widest text."""
+    widths = [max(len(printable(row[column])) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _lint(files: Sequence[Path]) -> int:
