@@ -7,6 +7,7 @@ DOORS = {
     "submit": ("hpc.submit", "send a training job to the cluster, or run it here with --local"),
     "status": ("hpc.status", "what happened to a run: attempts, causes, steps, and the share of time that ranks ran"),
     "doctor": ("hpc.doctor", "what this cluster is and what of it will bite; --lint FILE: mistakes in a batch script"),
+    "clean": ("hpc.clean", "what jobs that are over have left on this node, and an end to it"),
     "launch": ("hpc.launch", "the controller: start the job of this allocation (sbin/ddp.sbatch runs it)"),
     "node": ("hpc.node.__main__", "the agent: start this Slurm task's workers; --show prints their ranks"),
     "train": ("hpc.train.__main__", "the training core, under torchrun or alone"),

@@ -33,6 +33,8 @@ BEGAN_VARIABLE = "HPC_BEGAN"
 """When the controller began with this start, in seconds since 1970."""
 END_TIME_VARIABLE = "HPC_END_TIME"
 """When the allocation ends, in seconds since 1970; unset when nobody knows."""
+MARK_VARIABLE = "HPC_MARK"
+"""One start of the step: job id, restart count, start and a random word, "1234.0.1.9f3a51c2"; "local..." without a job."""
 WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 64 * 1024

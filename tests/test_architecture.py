@@ -25,6 +25,7 @@ ROOMS = {  # room or door: what it may import besides the standard library, the 
     "hpc/logs.py": {"hpc.login"},
     "hpc/doctor.py": {"hpc.login", "hpc.allocation"},
     "hpc/launch.py": {"hpc.allocation"},
+    "hpc/clean.py": {"hpc.node", "hpc.allocation"},
     "hpc/__main__.py": set[str](),
     "hpc/slurm": set[str](),
     "hpc/login": {"submitit"},
@@ -40,7 +41,7 @@ ONLY_IN = {  # a package that a room may import, but in one place of it
     "submitit": {"hpc/login/submitter.py"},
     "omegaconf": {"hpc/config.py"},
     "yaml": {"hpc/yamltext.py"},
-    "pynvml": {"hpc/node/cores.py"},
+    "pynvml": {"hpc/node/cores.py", "hpc/node/gpus.py"},
     "rich": {"hpc/train/progress.py"},
 }
 CROSSINGS = {  # the only sideways imports, each with its reason
@@ -48,6 +49,8 @@ CROSSINGS = {  # the only sideways imports, each with its reason
 }
 READ_SLURM = re.compile(r"hpc/(node/environment|login/inherited|launch|allocation/\w+|slurm/\w+)\.py")
 READ_SLURM_TOO = {
+    "hpc/node/processes.py": "reads the marks in the environments of other processes, never its own",
+    "hpc/node/sweep.py": "asks which node and cluster it runs on",
     "hpc/node/__main__.py": "asks whether the agent runs inside a job of the controller's",
 }
 TORCH_AT_THE_TOP = re.compile(r"hpc/train/\w+\.py|jobs/\w+/(?!config\b|__init__\b)\w+\.py")

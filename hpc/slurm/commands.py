@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc.errors import SlurmCommandError, printable
@@ -45,6 +45,14 @@ class Answer:
         """What it complained about, as one line."""
         lines = [line.strip() for line in (self.stderr or self.stdout).splitlines() if line.strip()]
         return printable("; ".join(lines)) or f"exit code {self.returncode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveJob:
+    """A job that is not over. `restarts` is how often Slurm has begun it anew, SLURM_RESTART_COUNT."""
+
+    state: JobState
+    restarts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +263,62 @@ def test_only(arguments: Sequence[str], *, environ: Mapping[str, str] | None = N
     """
     answer = ask("sbatch", ["--test-only", *arguments], environ=environ)
     return None if answer.returncode == 0 else answer.complaint
+
+
+def live_jobs(job_ids: Iterable[str]) -> dict[str, LiveJob]:
+    """Those of these jobs (by Slurm's plain numbers, as in SLURM_JOB_ID) that are not over, of whatever user.
+
+    A job is left out only when squeue does not list it among this user's and scontrol knows none that is unfinished.
+
+    Raises:
+        SlurmCommandError: no answer from either, or one that cannot be read; nothing is known then.
+    """
+    wanted = {_checked(job_id) for job_id in job_ids}
+    answer = ask("squeue", ["--all", "--me", "--noheader", "--Format=JobID:24,State:24,RestartCnt:12"])
+    if answer.returncode != 0:
+        raise SlurmCommandError(f"squeue: {answer.complaint}")
+    found: dict[str, LiveJob] = {}
+    for line in filter(str.strip, answer.stdout.splitlines()):
+        words = line.split()
+        if len(words) != 3 or not (words[0].isdecimal() and words[2].isdecimal()):
+            raise SlurmCommandError(f"squeue: {printable(line)!r} was not a job's id, state and restarts")
+        found[words[0]] = LiveJob(state=parse_state(words[1]), restarts=int(words[2]))
+    live = {job_id: job for job_id, job in found.items() if job_id in wanted and not job.state.is_finished}
+    for job_id in sorted(wanted - live.keys()):
+        answer = ask("scontrol", ["--all", "show", "job", job_id])
+        if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+            raise SlurmCommandError(f"scontrol show job {job_id}: {answer.complaint}")
+        for text in answer.stdout.split("\n\n"):  # of an array, one for each element
+            fields = parse_job(text)
+            state = parse_state(fields.get("JobState", ""))
+            if answer.returncode == 0 and fields.get("JobId") == job_id and not state.is_finished:
+                restarts = fields.get("Restarts", "")
+                live[job_id] = LiveJob(state=state, restarts=int(restarts) if restarts.isdecimal() else 0)
+    return live
+
+
+def on_every_node(
+    job_id: str, nodes: int, command: Sequence[str], *, without: Sequence[str] = (), timeout_s: float
+) -> Answer:
+    """Run a command once on each node of a running allocation, beside whatever runs there, without its GPUs.
+
+    `without`: nodes that are left out, by name; `nodes` does not count them.
+
+    Raises:
+        SlurmCommandError: srun is missing, or was not through within `timeout_s` (what it started is ended then).
+    Source: srun(1), --overlap, --gres=none, --no-kill, --export.
+    """
+    options = [
+        f"--jobid={_checked(job_id)}",
+        "--overlap",
+        "--gres=none",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--label",
+    ]
+    options += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--export=ALL"]
+    options += [f"--exclude={','.join(without)}"] if without else []
+    return ask("srun", [*options, *command], timeout_s=timeout_s)
 
 
 def find_job_by_command(script_path: str | os.PathLike[str]) -> str | None:

@@ -1,0 +1,260 @@
+"""What dead processes of this user left in /dev/shm and in the folders for temporary files.
+
+Each kind is told by the name that torch, NCCL, CUDA, OpenMP or Python gives it, and then by who lives: a file with a
+process id in its name is dead when that process is and nobody has the file open, mapped or bound; one with a job in its
+name is dead with that job; any other one when nobody has it, and no process that could come back to it is as old.
+
+| name | made by |
+|---|---|
+| /dev/shm/torch_PID_RANDOM_N | torch, tensors between processes (file_system sharing; torch/csrc: NewProcessWideShmHandle) |
+| /dev/shm/nccl-XXXXXX | NCCL, buffers between ranks of a node (nccl: src/misc/shmutils.cc) |
+| /dev/shm/sem.XXXX, psm_XXXX | POSIX semaphores; multiprocessing.shared_memory |
+| /dev/shm/cuda.shm.UID.PIDHEX.N, __KMP_REGISTERED_LIB_PID_UID | CUDA; OpenMP's runtime |
+| pymp-XXXX, torch-shm-dir-XXXX, torchelastic_XXXX | multiprocessing; torch's manager of shared memory; torchrun |
+| hpc-UID-CLUSTER.JOB.RESTARTS.START-XXXX, hpc-UID-PID-XXXX | this toolkit's agents, in a job and without one |
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc.node.processes import Process
+
+SHM = Path("/dev/shm")
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h: "0xEFFFFFFCU"
+_WITH_PID = (
+    re.compile(r"torch_([0-9]+)_[0-9]+_[0-9]+"),
+    re.compile(r"__KMP_REGISTERED_LIB_([0-9]+)_[0-9]+"),
+    re.compile(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.[0-9a-f]+"),
+    re.compile(r"pym-([0-9]+)-\w+"),
+)
+_NAMELESS = re.compile(r"nccl-\w{6}|sem\.\S+|psm_\w+")
+_TEMPORARY = re.compile(r"pymp-\w{8}|torch-shm-dir-\w{6}|torchelastic_\w{8}")
+_OF_JOB = re.compile(r"hpc-[0-9]+-(?P<cluster>[\w-]*)\.(?P<job>[0-9]+)\.(?P<restarts>[0-9]+)\.(?P<start>[0-9]+)-\w{8}")
+_OF_AGENT = re.compile(r"hpc-[0-9]+-(?P<pid>[0-9]+)-\w{8}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residue:
+    """A file or folder of this user that nobody will come back to."""
+
+    path: Path
+    size: int
+    """Bytes, of everything inside."""
+    made: float
+    """Seconds since 1970."""
+    reason: str
+    of_job: bool
+    """Its name tells the job; of any other it is only known that its makers are dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """The start of a job's step that one of this toolkit's folders was made for."""
+
+    cluster: str
+    job_id: str
+    restarts: int
+    start: int
+
+    @property
+    def prefix(self) -> str:
+        """What such a folder's name begins with; mkdtemp adds the rest."""
+        cluster = re.sub(r"[^\w-]", "_", self.cluster)
+        return f"hpc-{os.getuid()}-{cluster}.{self.job_id}.{self.restarts}.{self.start}-"
+
+
+def folders() -> list[Path]:
+    """Where temporary files may lie: TMPDIR's choice, /tmp and /var/tmp."""
+    found = dict.fromkeys(Path(name) for name in (tempfile.gettempdir(), "/tmp", "/var/tmp"))
+    return [path for path in found if path.is_dir()]
+
+
+def find(alive: Sequence[Process], over: Callable[[Folder], bool], note: Callable[[str], None]) -> list[Residue]:
+    """All of it on this node.
+
+    `alive`: this user's processes that are no leftovers and could come back to a file; `over`: whether the
+    start of a step that made such a folder is over. In a container with process numbers of its own nothing is found, with a note:
+    others that share these folders are not seen.
+    """
+    if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
+        note("process numbers are this container's own: files of dead processes cannot be told here")
+        return []
+    oldest = min((time.time() - process.age_s for process in alive), default=math.inf)
+    suspects: list[tuple[Path, os.stat_result, str]] = []
+    found: list[Residue] = []
+    for folder in (SHM, *folders()):
+        for path, status in _own(folder, os.getuid()):
+            kind = _kind(folder, path.name, status)
+            if isinstance(kind, tuple):
+                if over(*kind):
+                    found.append(
+                        _residue(path, status, f"start {kind[2]} of attempt {kind[1]} of job {kind[0]} is over")
+                    )
+            elif isinstance(kind, int):
+                if not _is_as_old(kind, status.st_ctime):
+                    suspects.append((path, status, f"process {kind} is dead"))
+            elif kind == "nameless" and status.st_ctime < oldest:
+                suspects.append((path, status, "nobody has it open, and nobody is as old"))
+    held = _held() if suspects else set()
+    found += [_residue(path, status, why) for path, status, why in suspects if not _inside(path) & held]
+    return sorted(found, key=lambda one: one.path)
+
+
+def _residue(path: Path, status: os.stat_result, reason: str, of_job: bool = False) -> Residue:
+    return Residue(path=path, size=_size(path), made=status.st_ctime, reason=reason, of_job=of_job)
+
+
+def remove(residue: Residue) -> bool:
+    """Take it away; True when it is gone. Links are never followed, and nothing of another owner is touched."""
+    try:
+        if stat.S_ISDIR(os.lstat(residue.path).st_mode):
+            shutil.rmtree(residue.path)
+        else:
+            residue.path.unlink()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _own(folder: Path, owner: int) -> Iterator[tuple[Path, os.stat_result]]:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        try:
+            status = os.lstat(folder / name)
+        except OSError:
+            continue
+        if status.st_uid == owner and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            yield folder / name, status
+
+
+def _kind(folder: Path, name: str, status: os.stat_result) -> Folder | int | str | None:
+    """The job, attempt and start, or the process, that a name tells of; "nameless" for kinds that tell nothing."""
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if is_folder and folder != SHM:
+        job = _OF_JOB.fullmatch(name)
+        if job is not None:
+            return Folder(
+                cluster=job["cluster"], job_id=job["job"], restarts=int(job["restarts"]), start=int(job["start"])
+            )
+        agent = _OF_AGENT.fullmatch(name)
+        if agent is not None:
+            return int(agent["pid"])
+        return "nameless" if _TEMPORARY.fullmatch(name) else None
+    if is_folder or folder != SHM:
+        return None
+    for pattern in _WITH_PID:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return int(match[1], 16 if name.startswith("cuda") else 10)
+    return "nameless" if _NAMELESS.fullmatch(name) else None
+
+
+def _is_as_old(pid: int, made: float) -> bool:
+    """Whether the process that made a file at that time still lives: its number alone may be another's by now."""
+    try:
+        return _started(pid) <= made + 1.0
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _started(pid: int) -> float:
+    """When the process began, in seconds since 1970."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _inside(path: Path) -> set[tuple[int, int]]:
+    """Device and inode of the path and of all below it."""
+    found = set()
+    for name in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
+        try:
+            status = os.lstat(name)
+        except OSError:
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def _held() -> set[tuple[int, int]]:
+    """Device and inode of everything that a process which may be looked into has open, mapped, or bound a socket to."""
+    found: set[tuple[int, int]] = set()
+    networks: set[tuple[int, int]] = set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        found |= _links(Path("/proc") / pid / "fd") | _links(Path("/proc") / pid, "cwd")
+        found |= _mapped(pid)
+        network = _links(Path("/proc") / pid / "ns", "net")
+        if not network <= networks:
+            networks |= network
+            found |= _bound(pid)
+    return found
+
+
+def _links(folder: Path, only: str = "") -> set[tuple[int, int]]:
+    """What a link in /proc, or each link of a folder there, leads to."""
+    found: set[tuple[int, int]] = set()
+    try:
+        paths = [folder / name for name in ([only] if only else os.listdir(folder))]
+    except OSError:
+        return found
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def _mapped(pid: str) -> set[tuple[int, int]]:
+    """map_files may be closed to ordinary users; maps tells the same of what still has its name."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    return _identities(line.split(None, 5)[5] for line in text.splitlines() if "/dev/shm/" in line)
+
+
+def _bound(pid: str) -> set[tuple[int, int]]:
+    try:
+        text = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
+    except OSError:
+        return set()
+    words = (line.split() for line in text.splitlines()[1:])
+    return _identities(word[7] for word in words if len(word) > 7 and word[7].startswith("/"))
+
+
+def _identities(paths: Iterable[str]) -> set[tuple[int, int]]:
+    found = set()
+    for path in set(paths):
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for name in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
+        try:
+            total += os.lstat(name).st_size
+        except OSError:
+            continue
+    return total
