@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc.errors import HpcError, UsageError, report
+from hpc.errors import HpcError, UsageError, printable, report
 
 if TYPE_CHECKING:
     from hpc.rundir import RunDirectory
@@ -61,7 +61,7 @@ def launch(arguments: argparse.Namespace) -> int:
     from hpc.allocation import allocation as allocations
     from hpc.allocation import history
     from hpc.allocation.controller import Controller
-    from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, run_name, write_private
+    from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, check_own, directory_name, run_name, write_private
 
     started_in = None
     if arguments.workdir is not None:
@@ -74,10 +74,13 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.local:
         ignored = forget_slurm()
         if ignored:
-            print(f"hpc.launch: local run: Slurm's variables of job {ignored} are ignored", file=sys.stderr, flush=True)
+            told = f"hpc.launch: local run: Slurm's variables of job {printable(ignored)} are ignored"
+            print(told, file=sys.stderr, flush=True)
     allocation = allocations.read(os.environ)
     prepared = arguments.run_dir / "config.yaml" if arguments.run_dir is not None else None
     if prepared is not None and prepared.exists() and not (arguments.words or arguments.command or arguments.config):
+        RunDirectory.open(prepared.parent, shared=True)  # nothing is believed that another user can have put there
+        check_own(prepared)
         loaded = config.load(files=[prepared], site=False)
     else:
         jobs = [word for word in arguments.words if "=" not in word]
@@ -89,15 +92,14 @@ def launch(arguments: argparse.Namespace) -> int:
             files=arguments.config,
             overrides=[word for word in arguments.words if "=" in word],
         )
-    given = arguments.run_dir or loaded.config.run_dir
+    given, shared = arguments.run_dir or loaded.config.run_dir, loaded.config.run_root_shared
     if given is not None:
-        Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
-        run_dir = RunDirectory.open(Path(given))
+        run_dir = RunDirectory.make(Path(given), shared=shared)
         if allocation.array_index is not None:
-            run_dir = RunDirectory.create(run_dir.path, "array", allocation.array_index)
+            run_dir = RunDirectory.create(run_dir.path, "array", allocation.array_index, shared=shared)
     else:
-        root = Path(loaded.config.run_root)
-        run_dir = RunDirectory.create(root, directory_name(run_name(loaded.config)), allocation.run_id or None)
+        root, name = Path(loaded.config.run_root), directory_name(run_name(loaded.config))
+        run_dir = RunDirectory.create(root, name, allocation.run_id or None, shared=shared)
     if not run_dir.config_file.exists():
         write_private(run_dir.config_file, loaded.to_yaml())
     if allocation.job_id:
@@ -118,9 +120,10 @@ def tell_changed_code(run_dir: RunDirectory) -> None:
     changed = snapshot.changed(manifest, Path(manifest.root))
     if changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        names = printable(", ".join(changed[:5]))
         print(
-            f"hpc.launch: warning: changed since the submission, and run as they are now: {', '.join(changed[:5])}{more}; "
-            f"as they were: {run_dir.code}",
+            f"hpc.launch: warning: changed since the submission, and run as they are now: {names}{more}; "
+            f"as they were: {printable(str(run_dir.code))}",
             file=sys.stderr,
             flush=True,
         )

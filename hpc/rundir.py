@@ -7,13 +7,17 @@
       attempt-0/ attempt-1/ ...                   rank-<n>.log, error-<rank>.json
       checkpoints/step-<n>/  metrics.jsonl  tensorboard/
 
-The directory is 0700 and its files 0600, whatever the umask, unless the user opens them.
+The directory is 0700 and its files 0600, whatever the umask, unless the user opens them. Nobody but the user and root
+may be able to put another one in its place: see `RunDirectory.open`.
 """
 
 from __future__ import annotations
 
+import grp
 import json
+import math
 import os
+import pwd
 import re
 import secrets
 import stat
@@ -39,6 +43,8 @@ WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 64 * 1024
 _TRIES = 20
+_LINKS = 40
+"""As many as the kernel follows: path_resolution(7)."""
 
 
 class RunDirectory:
@@ -55,35 +61,56 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
 
     @classmethod
-    def create(cls, root: Path, name: str, run_id: str | None = None) -> RunDirectory:
+    def create(cls, root: Path, name: str, run_id: str | None = None, *, shared: bool = False) -> RunDirectory:
         """Make `root/name-run_id` (a new unique id when None) and return it; an existing one of ours is opened.
 
+        Folders that are missing on the way are made 0700, too.
+
         Raises:
-            RunDirectoryError: it cannot be made, or what is there belongs to or can be written by somebody else.
+            RunDirectoryError: it cannot be made, or what is there can be changed by somebody else, as `open` says.
         """
         for tries_left in reversed(range(_TRIES)):
             path = Path(os.path.abspath(root)) / f"{name}-{run_id or new_run_id()}"
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.mkdir(mode=0o700, exist_ok=run_id is not None)
-            except OSError as error:
-                if isinstance(error, FileExistsError) and run_id is None and path.is_dir() and tries_left:
-                    continue  # somebody drew the same id in the same second
-                raise RunDirectoryError(
-                    f"cannot make the run directory {path}: {error.strerror or error}; "
-                    f"give another place with run_root=DIR"
-                ) from None
-            break
-        return cls.open(path)
+                return cls.make(path, fresh=run_id is None, shared=shared)
+            except RunDirectoryError as error:
+                drawn = run_id is None and isinstance(error.__context__, FileExistsError) and path.is_dir()
+                if not (drawn and tries_left):  # else somebody drew the same id in the same second
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
-        """The run directory at `path`, after a check that nobody else can have put things into it.
+    def make(cls, path: Path, *, fresh: bool = False, shared: bool = False) -> RunDirectory:
+        """Make the run directory at `path`, and the folders on the way to it, and return it; one of ours is opened.
 
         Raises:
-            RunDirectoryError: not a directory, a link, owned by somebody else, or writable by others.
+            RunDirectoryError: as `create`; `fresh`: or there is one.
         """
         path = Path(os.path.abspath(path))
+        if not shared:
+            _check_way(path)
+        try:
+            make_folders(path.parent)
+            path.mkdir(mode=0o700, exist_ok=not fresh)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot make the run directory {path}: {error.strerror or error}; give another place with run_root=DIR"
+            ) from None
+        return cls.open(path, shared=shared)
+
+    @classmethod
+    def open(cls, path: Path, *, shared: bool = False) -> RunDirectory:
+        """The run directory at `path`, after a check that nobody else can have put things into it, or it into its place.
+
+        On the way to it, links and folders may be root's or this user's, and nobody else may write in the folders (in
+        sticky ones, such as /tmp, everybody may). `shared` (run_root_shared) lets everything pass on the way.
+
+        Raises:
+            RunDirectoryError: not a directory, a link, owned by somebody else, writable by others, or below such.
+        """
+        path = Path(os.path.abspath(path))
+        if not shared:
+            _check_way(path)
         try:
             status = os.lstat(path)
         except OSError as error:
@@ -139,11 +166,135 @@ class RunDirectory:
             return
         for line in data.split(b"\n"):
             try:
-                event = json.loads(line)
-            except ValueError:
+                event = json.loads(line, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def _whole(text: str) -> int:
+    if len(text) > 18:
+        raise ValueError("a number that no event has")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number that no event has")
+    return number
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, each 0700 (the standard library's parents follow the umask).
+
+    Raises:
+        OSError: one of them cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileNotFoundError:
+        make_folders(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def check_own(path: Path) -> None:
+    """Check that a file in the run directory is this user's own and was not put there by anybody else.
+
+    Raises:
+        RunDirectoryError: it is missing, a link or no file, owned by somebody else, or writable by others.
+    """
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise RunDirectoryError(f"{path} is a link or no file; the file of the run was needed")
+    if status.st_uid != os.geteuid() or _others_may_write(status):
+        raise RunDirectoryError(
+            f"{path} belongs to user id {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: somebody else can have "
+            f"written it; look at it, then make it yours alone (chmod go-w) or take it away"
+        )
+
+
+def _check_way(path: Path) -> None:
+    """Follow the way to a path, link by link, and refuse what somebody else could exchange. What is missing ends it.
+
+    Raises:
+        RunDirectoryError: names the link or the folder, whose it is, and what to do.
+    """
+    here, ahead, links = Path("/"), list(reversed(path.parent.parts[1:])), 0
+    _check_on_way(here, path)
+    while ahead:
+        part = ahead.pop()
+        if part == "..":
+            here = here.parent
+            continue
+        if not _check_on_way(here / part, path):
+            return
+        if not os.path.islink(here / part):
+            here /= part
+            continue
+        links += 1
+        if links > _LINKS:
+            raise RunDirectoryError(f"{path}: too many links on the way; a run directory was needed")
+        target = Path(os.readlink(here / part))
+        if target.is_absolute():
+            here = Path("/")
+        ahead += reversed([name for name in target.parts if name != "/"])
+
+
+def _check_on_way(entry: Path, path: Path) -> bool:
+    """Check one link or folder on the way to a path; False when it is not there (yet)."""
+    try:
+        status = os.lstat(entry)
+    except OSError:
+        return False
+    if status.st_uid not in (0, os.geteuid()) and not _stands_for_root(status.st_uid):
+        fault = f"belongs to user id {status.st_uid}"
+    elif not stat.S_ISLNK(status.st_mode) and not status.st_mode & stat.S_ISVTX and _others_may_write(status):
+        fault = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return True
+    what = "link" if stat.S_ISLNK(status.st_mode) else "folder"
+    raise RunDirectoryError(
+        f"run directory {path}: the {what} {entry} on the way to it {fault}, who could put other files in its place: "
+        f"give another place with run_root=DIR, or, where these people are trusted, run_root_shared=true"
+    )
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    """Whether anybody but the owner may; a group that is the user's own and has nobody else in it does not count.
+
+    Such groups are the rule where the umask is 002. Source: useradd(8), USERGROUPS_ENAB in login.defs(5).
+    """
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
+    except KeyError:
+        return True
+    own = group.gr_name == user.pw_name and group.gr_gid == user.pw_gid
+    return not own or any(member != user.pw_name for member in group.gr_mem)
+
+
+def _stands_for_root(owner: int) -> bool:
+    """Whether the owner is the one that a user namespace (a container) shows for all users that it does not have.
+
+    Source: user_namespaces(7), "Unmapped user and group IDs".
+    """
+    try:
+        whole = Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", "4294967295"]
+        overflow = int(Path("/proc/sys/fs/overflowuid").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return False
+    return not whole and owner == overflow
 
 
 def run_name(config: Config) -> str:

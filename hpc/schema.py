@@ -36,6 +36,9 @@ class SlurmConfig:
     """CPU cores of each Slurm task, as sbatch counts them; give this or cpus_per_gpu."""
     constraint: str | None = None
     exclude: str | None = None
+    exclude_failed_h: float = 24.0
+    """Nodes that failed one of your runs in so many hours are left out, besides slurm.exclude: at submission and at a requeue, at
+    most a quarter of those that would do; 0 takes them all. `python -m hpc.doctor --failed-nodes` shows them."""
     nodelist: str | None = None
     reservation: str | None = None
     signal: str = "USR2"
@@ -189,6 +192,9 @@ class Config:
     """Where run directories are made."""
     run_dir: str | None = None
     """The run directory itself, when it is to be an existing or a given one."""
+    run_root_shared: bool = False
+    """Let run directories lie below folders and links that belong to other users, or in which others may write: a project's
+    folder, say. These people could exchange a run directory, and what is run from it."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,8 +1,8 @@
 """The code as it was at submission: small source files copied into the run directory, each with its sha256.
 
 Inside a git work tree these are the tracked files and the untracked ones that are not ignored; elsewhere the *.py,
-*.yaml and *.sh files below the working directory. Run directories, environment files (.env) and what links lead out
-to are left out.
+*.yaml and *.sh files below the working directory. Run directories, files of keys and passwords (.env, *.pem and the
+like) and what links lead out to are left out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,12 @@ COPIERS = 8
 GIT_TIMEOUT_S = 30.0
 SOURCE_SUFFIXES = (".py", ".yaml", ".yml", ".sh")
 MANIFEST_NAME = ".manifest.json"
+_KEPT_OUT = re.compile(
+    r"\.env(rc)?(\..*)?|.*\.(pem|key|p12|pfx|jks|keytab|kdbx)|id_(rsa|dsa|ecdsa|ed25519)(_sk)?"
+    r"|\.(netrc|pgpass|pypirc|npmrc|git-credentials|htpasswd)|credentials(\.(json|ya?ml|toml|ini))?",
+    re.IGNORECASE,
+)
+"""Names of files that hold keys and passwords, and no code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +219,7 @@ def _walk(source: Path) -> list[str] | None:
 
 
 def _without_runs(names: Iterable[str], run_dir: Path, root: Path) -> list[str]:
-    """The names without those below a run directory (one with a record) and without environment files."""
+    """The names without those below a run directory (one with a record) and without those of keys and passwords."""
     runs = {os.path.dirname(name) for name in names if os.path.basename(name) == "record.jsonl"} - {""}
     runs.add(os.path.relpath(run_dir, root))
     return [
@@ -220,7 +227,7 @@ def _without_runs(names: Iterable[str], run_dir: Path, root: Path) -> list[str]:
         for name in names
         if not any(parent in runs for parent in _parents(name))
         and os.path.basename(name) != "record.jsonl"
-        and not (os.path.basename(name) == ".env" or os.path.basename(name).startswith(".env."))
+        and not _KEPT_OUT.fullmatch(os.path.basename(name))
     ]
 
 

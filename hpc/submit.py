@@ -167,6 +167,8 @@ def _continue(path: str, words: Sequence[str]) -> int:
     from hpc.login import submission
 
     sent = submission.send_again(Path(path))
+    if sent.note is not None:
+        _tell(f"note: {sent.note}")
     print(f"job {sent.job_id} submitted: {printable(sent.run_dir.name)}")
     print(f"  follow     tail -F {printable(shlex.quote(str(sent.output)))}")
     print(f"  cancel     scancel {sent.job_id}", flush=True)
@@ -184,7 +186,7 @@ def _print_sent(sent: Sent) -> None:
 
 
 def _tell(line: str) -> None:
-    print(f"{DOOR}: {line}", file=sys.stderr, flush=True)
+    print(f"{DOOR}: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _given(asked: argparse.Namespace) -> dict[str, object]:

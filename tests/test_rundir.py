@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc.errors import RunDirectoryError
-from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private
+from hpc.rundir import RunDirectory, check_own, directory_name, new_run_id, run_name, write_private
 from hpc.schema import Config
 
 
@@ -17,12 +17,12 @@ def test_a_directory_is_private_whatever_the_umask(tmp_path: Path) -> None:
     for mask in (0o000, 0o022, 0o077):
         before = os.umask(mask)
         try:
-            run = RunDirectory.create(tmp_path / "runs", "a")
+            run = RunDirectory.create(tmp_path / f"runs-{mask}" / "of mine", "a")
             run.append_event("one")
             write_private(run.config_file, "x: 1\n")
         finally:
             os.umask(before)
-        assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(made.stat().st_mode) for made in (run.path, *run.path.parents[:2])} == {0o700}
         assert {stat.S_IMODE(file.stat().st_mode) for file in run.path.iterdir()} == {0o600}
 
 
@@ -41,7 +41,7 @@ def test_an_id_that_somebody_has_drawn_already_is_drawn_again(tmp_path: Path, mo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another owner needs root")
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_s3_s7_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
     os.chown(path, 12345, 12345)
@@ -63,6 +63,105 @@ def test_a_directory_that_others_may_write_a_link_and_a_file_are_refused(tmp_pat
     for other in ("link", "file", "none"):
         with pytest.raises(RunDirectoryError):
             RunDirectory.open(tmp_path / other)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="another owner needs root")
+OTHER = 12345
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "passes"),
+    [
+        (os.geteuid(), 0o755, True),
+        (os.geteuid(), 0o1777, True),  # as /tmp: nobody can take away what is another's
+        (os.geteuid(), 0o777, False),
+        pytest.param(OTHER, 0o755, False, marks=AS_ROOT),
+        pytest.param(OTHER, 0o1777, False, marks=AS_ROOT),
+    ],
+)
+def test_s3_s7_a_folder_on_the_way_that_somebody_else_holds_is_refused(
+    tmp_path: Path, owner: int, mode: int, passes: bool
+) -> None:
+    folder = tmp_path / "project"
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine").chmod(0o700)
+    folder.chmod(mode)
+    if owner != os.geteuid():
+        os.chown(folder, owner, -1)
+    for make in (lambda: RunDirectory.create(folder / "mine" / "new", "a"), lambda: RunDirectory.open(folder / "mine")):
+        if passes:
+            assert make().path.is_relative_to(folder)
+            continue
+        with pytest.raises(RunDirectoryError, match=f"{folder} on the way to it.*run_root_shared=true"):
+            make()
+        assert not list((folder / "mine").iterdir())
+    assert RunDirectory.create(folder / "mine" / "new", "a", shared=True).path.is_dir()
+
+
+@AS_ROOT
+def test_s3_s7_a_group_that_others_are_in_may_not_write_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own").chmod(0o775)  # umask 002, and a group of the user's own: the rule on many machines
+    RunDirectory.create(tmp_path / "own", "a")
+    os.chown(tmp_path / "own", -1, OTHER)
+    with pytest.raises(RunDirectoryError, match="can be written by others"):
+        RunDirectory.create(tmp_path / "own", "a")
+
+
+def test_s3_a_link_on_the_way_counts_by_where_it_leads(tmp_path: Path) -> None:
+    """/home -> /lustre/home is normal; every folder on the link's own way is looked at as well."""
+    (tmp_path / "lustre" / "home").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("lustre/../lustre/home")
+    assert RunDirectory.create(tmp_path / "home", "a").path.parent == tmp_path / "home"
+    (tmp_path / "lustre").chmod(0o777)
+    with pytest.raises(RunDirectoryError, match="folder .*/lustre on the way"):
+        RunDirectory.create(tmp_path / "home", "a")
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(RunDirectoryError, match="too many links"):
+        RunDirectory.create(tmp_path / "round" / "x", "a")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    with pytest.raises(RunDirectoryError):
+        RunDirectory.create(tmp_path / "nowhere", "a")
+    assert not (tmp_path / "gone").exists()
+
+
+@AS_ROOT
+def test_s3_s7_a_link_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to("mine")
+    os.lchown(tmp_path / "link", OTHER, OTHER)
+    with pytest.raises(RunDirectoryError, match=f"link {tmp_path}/link .* user id {OTHER}"):
+        RunDirectory.create(tmp_path / "link", "a")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_s3_a_file_that_somebody_else_can_have_written_is_not_believed(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    with pytest.raises(RunDirectoryError, match="No such file"):
+        check_own(file)
+    file.write_text("job: jobs.digits\n")
+    check_own(file)
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(RunDirectoryError, match="a link or no file"):
+        check_own(tmp_path / "link")
+    file.chmod(0o666)
+    with pytest.raises(RunDirectoryError, match="mode 0666"):
+        check_own(file)
+    if os.geteuid() == 0:
+        file.chmod(0o644)
+        os.chown(file, OTHER, OTHER)
+        with pytest.raises(RunDirectoryError, match=f"user id {OTHER}"):
+            check_own(file)
+
+
+def test_a_line_of_numbers_that_no_event_has_is_left_out(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.append_event("one")
+    for text in ("NaN", "-Infinity", "1e999", "9" * 5000, "[" * 100_000):
+        with open(run.record_file, "a") as stream:
+            stream.write(f'{{"event": "two", "time": {text}}}\n')
+    run.append_event("three")
+    assert [event["event"] for event in run.events()] == ["one", "three"]
 
 
 def _write(path: Path, number: int) -> None:

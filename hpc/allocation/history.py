@@ -47,9 +47,11 @@ def stalled_attempts(events: Iterable[Mapping[str, Any]], job_id: str, attempt: 
     """
     jobs, made = {job_id}, dict[int, bool]()
     for event in reversed(list(events)):
-        if event.get("event") == "continued" and event.get("new_job_id") in jobs:
+        if event.get("event") == "continued" and str(event.get("new_job_id")) in jobs:
             jobs.add(str(event.get("job_id")))
-        elif event.get("event") == "decided" and event.get("job_id") in jobs and event.get("decision") == "requeue":
+        elif (
+            event.get("event") == "decided" and str(event.get("job_id")) in jobs and event.get("decision") == "requeue"
+        ):
             number = event.get("attempt")
             if isinstance(number, int) and number < attempt:
                 made.setdefault(number, bool(event.get("made_steps")))

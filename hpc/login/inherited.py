@@ -65,7 +65,6 @@ _FLAGS = {
     "SBATCH_SIGNAL": "slurm.signal=",
     "SBATCH_TIMELIMIT": "--time",
 }
-_SECRET_WORDS = ("TOKEN", "KEY", "PASS", "SECRET", "CREDENTIAL", "AUTH", "JWT")
 _SHOWN_LENGTH = 60
 
 
@@ -106,8 +105,9 @@ def without_outer_job(environ: Mapping[str, str], *, keep_gpus: bool) -> Inherit
 
 
 def _ignored(name: str, value: str) -> str:
+    """The variable and what to use instead; its value where that can be no secret (SBATCH_EXPORT may hold any)."""
     shown = printable(value) if len(value) <= _SHOWN_LENGTH else printable(value[:_SHOWN_LENGTH]) + "..."
-    if any(word in name.upper() for word in _SECRET_WORDS):
+    if name not in _FLAGS:
         shown = "(not shown)"
     option = name.removeprefix("SBATCH_").lower().replace("_", "-")
     return f"{printable(name)}={shown} (use {_FLAGS.get(name, f'slurm.extra.{printable(option)}=')})"

@@ -17,6 +17,8 @@ from hpc.errors import UsageError
 from hpc.login.shares import shares
 from hpc.rundir import RunDirectory
 
+_LAST_MOMENT = 1e11
+"""In the year 5138: a record that tells of a later one is damaged."""
 HEADINGS = ("attempt", "began", "ran", "hosts", "steps", "exit", "how it ended")
 
 
@@ -42,7 +44,7 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
     starts: list[Start] = []
     for event in events:
         kind, attempt, moment = event.get("event"), _integer(event.get("attempt")), event.get("time")
-        moment = float(moment) if isinstance(moment, int | float) else None
+        moment = float(moment) if isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT else None
         last = starts[-1] if starts else None
         if kind == "started":
             starts.append(Start(attempt=attempt or 0, began=moment, hosts=_hosts(event.get("nodes"))))

@@ -15,10 +15,10 @@ import hpc
 from hpc import snapshot
 from hpc.config import Loaded
 from hpc.errors import SlurmCommandError, SubmissionError, UsageError, printable
-from hpc.login import delivery
+from hpc.login import badnodes, delivery
 from hpc.login.inherited import without_outer_job
 from hpc.login.plan import Place, Plan, make_plan, output_file
-from hpc.rundir import RunDirectory, directory_name, new_run_id, run_name, write_private
+from hpc.rundir import RunDirectory, check_own, directory_name, new_run_id, run_name, write_private
 from hpc.slurm import commands
 
 
@@ -93,7 +93,8 @@ def send(loaded: Loaded) -> Sent:
     made = _make_directory(loaded)
     try:
         plan, manifest = _prepare(loaded, made.directory, inherited.environ)
-        job_id = delivery.deliver(made.directory.job_script, inherited.environ)
+        left_out = badnodes.left_out(config.slurm)
+        job_id = delivery.deliver(made.directory.job_script, inherited.environ, left_out.options)
     except SlurmCommandError:
         raise  # the job may be queued, and needs its directory
     except BaseException:
@@ -109,7 +110,8 @@ def send(loaded: Loaded) -> Sent:
         files=len(manifest.files),
     )
     too_long = delivery.time_limit_note(config.slurm.time, config.slurm.partition)
-    notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest), *([too_long] if too_long else [])]
+    notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest)]
+    notes += [note for note in (too_long, left_out.note) if note]
     is_array = any(key == "array" for key, _ in plan.directives)
     output = output_file(plan.run_dir, f"{job_id}_*" if is_array else job_id)
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
@@ -122,6 +124,7 @@ class Continued:
     job_id: str
     run_dir: Path
     output: Path
+    note: str | None = None
 
 
 def send_again(path: Path) -> Continued:
@@ -134,11 +137,12 @@ def send_again(path: Path) -> Continued:
         SubmissionError: the cluster refused, and nothing is queued.
         SlurmCommandError: no answer from Slurm, so that the job may be queued.
     """
-    run_dir = RunDirectory.open(path)
+    run_dir = RunDirectory.open(path, shared=True)  # what is on the way to it was looked at when it was made
     if not run_dir.job_script.is_file():
         raise UsageError(
             f"{printable(str(path))} has no job.sh: it was not sent by hpc.submit; send it as you did before"
         )
+    check_own(run_dir.job_script)
     events = list(run_dir.events())
     jobs = [str(event["job_id"]) for event in events if event.get("event") == "submitted" and event.get("job_id")]
     jobs += [str(event["new_job_id"]) for event in events if event.get("event") == "continued"]
@@ -156,14 +160,16 @@ def send_again(path: Path) -> Continued:
         raise UsageError(f"attempt {last} was continued already, see {printable(str(script))}") from None
     with open(descriptor, "wb") as stream:
         stream.write(run_dir.job_script.read_bytes())
-    options = [f"--dependency=afterany:{own}"] if own is not None and own in jobs else []
+    left_out = badnodes.left_out_again(run_dir.config_file)
+    options = [*left_out.options, *([f"--dependency=afterany:{own}"] if own is not None and own in jobs else [])]
     try:
         job_id = delivery.deliver(script, inherited.environ, options)
     except SubmissionError:
         script.unlink()
         raise
     run_dir.append_event("continued", attempt=last, job_id=jobs[-1] if jobs else None, new_job_id=job_id)
-    return Continued(job_id=job_id, run_dir=run_dir.path, output=output_file(run_dir.path, job_id))
+    output = output_file(run_dir.path, job_id)
+    return Continued(job_id=job_id, run_dir=run_dir.path, output=output, note=left_out.note)
 
 
 def _prepare(loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:
@@ -256,17 +262,13 @@ def _make_directory(loaded: Loaded) -> _Made:
     wanted = Path(os.path.abspath(config.run_root if config.run_dir is None else Path(config.run_dir).parent))
     missing = [path for path in (wanted, *wanted.parents) if not path.exists()]
     if config.run_dir is None:
-        directory = RunDirectory.create(wanted, directory_name(run_name(config)))
+        directory = RunDirectory.create(wanted, directory_name(run_name(config)), shared=config.run_root_shared)
         return _Made(directory, missing[-1] if missing else directory.path)
     path = Path(os.path.abspath(config.run_dir))
     if path.exists():
-        return _Made(RunDirectory.open(path), None)
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise UsageError(f"cannot make the run directory {printable(str(path))}: {error.strerror}") from None
-    return _Made(RunDirectory.open(path), missing[-1] if missing else path)
+        return _Made(RunDirectory.open(path, shared=config.run_root_shared), None)
+    directory = RunDirectory.make(path, shared=config.run_root_shared)
+    return _Made(directory, missing[-1] if missing else path)
 
 
 def _free_name(path: Path) -> Path:

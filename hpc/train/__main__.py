@@ -163,14 +163,12 @@ def _run_directory(loaded: Loaded) -> RunDirectory:
     """The run directory of this run, made if it has to be; only rank 0 calls this."""
     given = os.environ.get("HPC_RUN_DIR") or loaded.config.run_dir
     if given:
-        path = Path(os.path.abspath(given))
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run = RunDirectory.open(path)
+        run = RunDirectory.make(Path(given), shared=loaded.config.run_root_shared)
     else:
         elastic = re.sub(r"[^A-Za-z0-9._-]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         run_id = new_run_id() if elastic in ("none", "") else elastic
         name = directory_name(run_name(loaded.config))
-        run = RunDirectory.create(Path(loaded.config.run_root), name, run_id)
+        run = RunDirectory.create(Path(loaded.config.run_root), name, run_id, shared=loaded.config.run_root_shared)
     if not run.config_file.exists():
         write_private(run.config_file, loaded.to_yaml())
     return run

@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ class Checkpoints:
                 files[CONFIG] = _write_bytes(beside / CONFIG, config.encode("utf-8"))
             _write_bytes(beside / MANIFEST, _manifest({"format": FORMAT, "step": step, "files": files}))
             _sync_folder(beside)
-            if target.exists():  # a damaged one
+            if os.path.lexists(target):  # a damaged one
                 os.rename(target, self._discarded(target))
             os.rename(beside, target)
             _sync_folder(self.folder)
@@ -177,10 +178,27 @@ class Checkpoints:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's and the trainer's state of a checkpoint, on the CPU."""
-    model: dict[str, Any] = torch.load(path / MODEL, map_location="cpu", weights_only=True)
-    trainer: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
-    return model, trainer
+    """The model's and the trainer's state of a checkpoint, on the CPU.
+
+    Raises:
+        CheckpointError: a file that safe loading refuses, which `Checkpoints` cannot have written.
+    """
+    return _load(path / MODEL), _load(path / TRAINER)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file that is none of ours can make anything of it
+        kind = type(error).__name__
+        cause = kind if kind == "UnpicklingError" else f"{kind}: {' '.join(_why(error).split())[:200]}"
+        raise CheckpointError(
+            f"{path} is refused by safe loading ({cause}): tensors and plain values were needed, and nothing else is "
+            f"loaded; put this checkpoint back from a copy, or remove its folder to go on from the one before"
+        ) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}; a state_dict was needed")
+    return state
 
 
 def configuration(path: Path) -> str:
@@ -254,7 +272,9 @@ def damage(path: Path) -> str | None:
 
 
 def _quick_damage(path: Path) -> str | None:
-    """As `damage`, by the manifest, names and sizes alone."""
+    """As `damage`, by the manifest, names, kinds and sizes alone."""
+    if path.is_symlink() or (path / MANIFEST).is_symlink():
+        return "a link stands for it or for its manifest, and what that leads to is not the run's"
     try:
         data = (path / MANIFEST).read_bytes()
         manifest = json.loads(data)
@@ -263,7 +283,7 @@ def _quick_damage(path: Path) -> str | None:
         own = manifest.pop("sha256", None)
     except FileNotFoundError:
         return f"no {MANIFEST}, so it was never finished"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
     if version not in READABLE:
         return f"it has format {version}, and this version of the toolkit reads format {READABLE[0]} to {READABLE[-1]}"
@@ -275,11 +295,13 @@ def _quick_damage(path: Path) -> str | None:
         return f"{MANIFEST} lists {', '.join(sorted(files))}; {MODEL} and {TRAINER} were needed"
     for name, size in files.items():
         try:
-            found = os.path.getsize(path / name)
+            found = os.lstat(path / name)
         except OSError as error:
             return f"{name}: {_why(error)}"
-        if found != size:
-            return f"{name} has {found} bytes of {size}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is a link or no file"
+        if found.st_size != size:
+            return f"{name} has {found.st_size} bytes of {size}"
     return None
 
 

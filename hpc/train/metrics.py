@@ -43,7 +43,7 @@ class Metrics:
         """Append one line, by one write."""
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         line = json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n"
-        descriptor = os.open(self.run.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(self.run.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             os.write(descriptor, line.encode("ascii"))
         finally:
