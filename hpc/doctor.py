@@ -2,6 +2,7 @@
 
 python -m hpc.doctor                           on the login node: this cluster, and a site file to start from
 python -m hpc.doctor --site-file FILE          the same, and the site file is written
+python -m hpc.doctor --failed-nodes            which nodes failed your runs lately; --forget NODE ... takes them back
 python -m hpc.doctor --lint FILE.sbatch ...    the classic mistakes of a batch script that was written by hand
 """
 
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = _parser().parse_args(argv)
         if asked.lint:
             return _lint(asked.lint)
+        if asked.failed_nodes:
+            return _failed_nodes()
+        if asked.forget:
+            return _forget(asked.forget)
         return _cluster(asked.site_file)
     except HpcError as error:
         return report(DOOR, error)
@@ -46,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=f"python -m {DOOR}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--site-file", type=Path, metavar="FILE", help="write the site file to start from")
+    parser.add_argument("--failed-nodes", action="store_true", help="show the nodes that failed your runs lately")
+    parser.add_argument("--forget", nargs="+", metavar="NODE", help="strike these nodes out of that list")
     parser.add_argument("--lint", nargs="+", type=Path, metavar="FILE", help="name the mistakes in batch scripts")
     return parser
 
@@ -90,6 +97,33 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _failed_nodes() -> int:
+    from hpc import ledger
+
+    found, now = ledger.recent(ledger.LONGEST_H), ledger.clock()
+    if not found:
+        print("no node failed a run of yours in the last 30 days")
+        return 0
+    rows = [
+        (one.node, one.why, f"{(now - one.time) / 3600:.1f} h ago", one.job_id or "-", one.cluster or "-")
+        for one in found
+    ]
+    for line in table([("node", "why", "when", "job", "cluster"), *rows]):
+        print(line)
+    return 0
+
+
+def _forget(nodes: Sequence[str]) -> int:
+    from hpc import ledger
+
+    try:
+        gone = ledger.forget(nodes)
+    except OSError as error:
+        raise UsageError(f"{printable(str(ledger.path()))}: {error.strerror or error}") from None
+    print(f"forgotten: {', '.join(map(printable, gone))}" if gone else "none of these nodes is in the list")
+    return 0
 
 
 def _lint(files: Sequence[Path]) -> int:

@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "slurm.nodes": (1, 100_000),
     "slurm.cpus_per_gpu": (1, 100_000),
     "slurm.cpus_per_task": (1, 100_000),
+    "slurm.exclude_failed_h": (0, 720),
     "slurm.signal_lead_s": (0, 65_535),  # sbatch(1), --signal
     "launch.workers_per_node": (1, 1024),
     "launch.rendezvous_timeout_s": (1, 86_400),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,12 @@ class Config:
     bag: dict[str, Any] = field(default_factory=dict)
     optim: Optim = field(default_factory=Optim)
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the toolkit remembers of a user's nodes is kept apart: tests neither read nor write it."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture

@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {
     "hpc",
-    *(f"hpc.{name}" for name in ("beats", "command", "config", "errors", "exitcodes", "fields", "quantities", "ranks")),
+    *(
+        f"hpc.{name}"
+        for name in ("beats", "command", "config", "errors", "exitcodes", "fields", "ledger", "quantities", "ranks")
+    ),
     *(f"hpc.{name}" for name in ("rules", "rundir", "schema", "slurm", "snapshot", "yamltext")),
 }
 ROOMS = {  # room or door: what it may import besides the standard library, the ground and itself; late imports count too

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpc import ledger
 from hpc.allocation.allocation import Allocation
 from hpc.config import Loaded
 from hpc.errors import NodelistError, SlurmCommandError
+from hpc.ledger import Failure
 from hpc.rundir import RunDirectory
 from hpc.slurm import commands
 from hpc.slurm.nodelist import expand_nodelist
@@ -172,6 +174,23 @@ def exclusion(
     return (*before, *new) if len(left) >= allocation.nodes else ()
 
 
+def with_failed(
+    chosen: tuple[str, ...],
+    failed: Sequence[Failure],
+    facts: JobFacts,
+    allocation: Allocation,
+    usable: Mapping[str, tuple[str, str]],
+) -> tuple[str, ...]:
+    """`chosen` by `exclusion`, and the nodes of the ledger that can be spared besides; () for no change. Pure."""
+    if facts.names_nodes:
+        return chosen
+    before = chosen or tuple(expand_nodelist(facts.excluded) if facts.excluded else ())
+    kinds = {_kind(usable[node], facts) for node in expand_nodelist(allocation.node_list) if node in usable}
+    alike = [name for name, kind in usable.items() if _kind(kind, facts) in kinds]
+    more = ledger.to_leave_out(failed, alike, already=before, wanted=allocation.nodes)
+    return (*before, *(failure.node for failure in more)) if more else chosen
+
+
 def _kind(kind: tuple[str, str], facts: JobFacts) -> tuple[str, str]:
     gpus, features = kind
     return gpus, features if facts.features else ""  # features that the job does not ask for may differ
@@ -180,20 +199,22 @@ def _kind(kind: tuple[str, str], facts: JobFacts) -> tuple[str, str]:
 def exclude(
     allocation: Allocation,
     lost: Sequence[str],
+    failed: Sequence[Failure] = (),
     *,
     say: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> Callable[[], tuple[str, ...]]:
     """Ask what there is, before the requeue; the result is called after it, and returns the nodes that are excluded now.
 
-    Seen with 22.05.8: Slurm lets the user change these nodes from the moment of the requeue on, though the job still ends.
+    Besides the lost nodes those that failed lately are left out, as far as the ledger's bounds allow. Seen with 22.05.8: Slurm lets the user change these nodes from the moment of the requeue on, though the job still ends.
     """
     chosen: tuple[str, ...] = ()
     try:
         facts = job_facts(allocation)
-        chosen = exclusion(lost, facts, allocation, commands.usable_nodes(facts.partition))
+        usable = commands.usable_nodes(facts.partition)
+        chosen = with_failed(exclusion(lost, facts, allocation, usable), failed, facts, allocation, usable)
     except (SlurmCommandError, NodelistError) as error:
-        say(f"{', '.join(lost)} cannot be excluded: {error}")
+        say(f"{', '.join(lost) or 'nodes that failed lately'} cannot be excluded: {error}")
 
     def act() -> tuple[str, ...]:
         for pause in (0.3, 0.7, None) if chosen else ():
@@ -202,7 +223,7 @@ def exclude(
                 return chosen
             except SlurmCommandError as error:
                 if pause is None:
-                    say(f"{', '.join(lost)} could not be excluded: {error}")
+                    say(f"{', '.join(chosen)} could not be excluded: {error}")
                 else:
                     sleep(pause)
         return ()

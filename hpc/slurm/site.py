@@ -67,6 +67,15 @@ def ask() -> SiteConfig:
     )
 
 
+def cluster_name() -> str:
+    """Slurm's name of this cluster, as jobs find it in SLURM_CLUSTER_NAME; "" when it is not told.
+
+    Raises:
+        SlurmCommandError: scontrol is missing or gave no answer.
+    """
+    return parse_config(commands.ask("scontrol", ["show", "config"]).stdout).get("ClusterName", "")
+
+
 def parse_config(text: str) -> dict[str, str]:
     """The settings of `scontrol show config`: one "Name = value" per line."""
     settings: dict[str, str] = {}

@@ -56,6 +56,7 @@ class Rig:
     python: str = ""  # the interpreter of the jobs, which an ordinary user may run
     clone: Path | None = None
     jobs: list[str] = field(default_factory=list)  # cancelled after the test that submitted them
+    tests_done: int = 0
 
     @property
     def site(self) -> Site:
@@ -77,6 +78,10 @@ class Rig:
 
     def home(self, user: str = FIRST_USER) -> Path:
         return Path(pwd.getpwnam(user).pw_dir)
+
+    def state_folder(self, user: str = FIRST_USER) -> Path:
+        """Where the toolkit remembers things between runs: a new one for each test."""
+        return self.home(user) / ".state-of-tests" / str(self.tests_done)
 
     def daemon(self, name: str) -> int:
         """The process id of a daemon: "slurmctld", "slurmd-node1"."""
@@ -113,7 +118,8 @@ class Rig:
         Raises:
             AssertionError: it took longer than `timeout` seconds, or `check` and its exit code is not 0.
         """
-        words = ["run", "--user", user, "--", "env", *(f"{name}={text}" for name, text in (env or {}).items())]
+        variables = {"XDG_STATE_HOME": str(self.state_folder(user)), **(env or {})}
+        words = ["run", "--user", user, "--", "env", *(f"{name}={text}" for name, text in variables.items())]
         return self.devcluster(
             *words, *map(str, argv), check=check, timeout=timeout, cwd=cwd or self.clone or self.home(user)
         )

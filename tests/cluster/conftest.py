@@ -57,7 +57,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture(autouse=True)
 def _cancel_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No job outlives its test."""
+    """No job outlives its test, nor what it remembers of nodes."""
     yield
     if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster").cancel_jobs()
+        rig = request.getfixturevalue("cluster")
+        rig.cancel_jobs()
+        shutil.rmtree(rig.state_folder(), ignore_errors=True)
+        rig.tests_done += 1
