@@ -59,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(show(task, os.environ))
             return 0
         from hpc.node import agent  # late: --show needs none of it
+        from hpc.node.settings import AgentSettings
 
         code = os.getcwd()
         if WORKDIR_VARIABLE in os.environ:
             os.chdir(os.environ[WORKDIR_VARIABLE])  # imports still come from where this process was started
-        settings = agent.AgentSettings(
+        settings = AgentSettings(
             job=job,
             overrides=overrides,
             command=command,

@@ -6,35 +6,29 @@
 from __future__ import annotations
 
 import enum
-import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from hpc import beats, exitcodes
-from hpc.command import Target, target_of
+from hpc import exitcodes
 from hpc.errors import HpcError, printable
-from hpc.node import leftovers, preload, signals
-from hpc.node.assembly import SECRET_VARIABLE, Assembly, Go, OthersEnded
-from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
+from hpc.node import leftovers, signals
+from hpc.node.assembly import Assembly, Go, OthersEnded
 from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection
-from hpc.node.outcome import Failure, first_failure, read_error_file
+from hpc.node.outcome import Failure, first_failure, read_error_file, write_outcome, write_refusal
 from hpc.node.preflight import GpuCheck
-from hpc.node.pulse import LOOK_S, Pulse, Watch
+from hpc.node.pulse import LOOK_S, Watch
+from hpc.node.settings import AgentSettings
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
-from hpc.node.streams import WorkerStream, open_log
-from hpc.node.worker import ERROR_FILE_VARIABLE, Start, adopt_orphans, die_with_parent
-from hpc.ranks import RankInfo
+from hpc.node.starting import Starter, Worker
+from hpc.node.streams import WorkerStream
+from hpc.node.worker import Start, adopt_orphans, die_with_parent
 from hpc.rundir import BEGAN_VARIABLE, RESTART_VARIABLE, RunDirectory
 
 SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
@@ -49,53 +43,6 @@ class State(enum.Enum):
     RUNNING = "running"
     ENDING = "ending"  # SIGTERM is out, SIGKILL is due
     OVER = "over"  # no worker is left
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """What the agent was told on its command line."""
-
-    job: str | None = None
-    overrides: Sequence[str] = ()
-    command: Sequence[str] = ()
-    preload: Sequence[str] = ()
-    fork: bool = True
-    rendezvous_timeout_s: float = 600.0
-    grace_s: float = 30.0
-    allow_loopback: bool = False
-    warning: signal.Signals = signal.SIGUSR2
-    """The signal of slurm.signal: passed on, and no reason for anybody to end."""
-    hang_timeout_s: float = 0.0
-    """0: nobody looks for workers that hang."""
-    cores_asked: int | None = None
-    """Cores that were asked for this task, to warn when it got fewer."""
-    code: str | None = None
-    """Where a fresh interpreter is started to import a training job from; the worker then goes to HPC_WORKDIR."""
-
-    def target(self) -> Target:
-        """What the workers run: the command, else the training core with the job that was named."""
-        if self.command:
-            return target_of(self.command)
-        told = "HPC_CONFIG" in os.environ
-        arguments = () if told else (*([self.job] if self.job else []), *self.overrides)
-        return Target(kind="module", name="hpc.train", arguments=tuple(arguments))
-
-
-@dataclass
-class Worker:
-    """One running worker, as its agent sees it."""
-
-    info: RankInfo
-    pid: int
-    streams: list[WorkerStream]
-    log: Path | None
-    log_descriptor: int | None
-    error_file: Path | None
-    pulse: Pulse
-    ended_by_us: bool = False
-    fault: str | None = None
-    """Why its agent has ended it: stopped, or hung."""
-    code: int | None = None
 
 
 def run(task: TaskEnvironment, settings: AgentSettings) -> int:
@@ -123,7 +70,6 @@ class Agent:
 
     def __init__(self, task: TaskEnvironment, settings: AgentSettings) -> None:
         self.task, self.settings = task, settings
-        self._environ_before = dict(os.environ)  # torch's import sets variables of its own: workers get the user's
         self.host_name = socket.gethostname()
         self.state = State.RUNNING
         self.workers: list[Worker] = []
@@ -136,14 +82,15 @@ class Agent:
             note=self.note,
         )
         self.folder = self.run_dir.attempt(self.assembly.attempt) if self.run_dir else None
-        self.target = settings.target()
         self.warnings = tuple({*WARNINGS, settings.warning} - set(ENDS))
+        self.starter = Starter(
+            task, settings, self.assembly, folder=self.folder, warnings=self.warnings, note=self.note
+        )
         self.go: Go | None = None
         self._signals: SignalPipe | None = None
         self._deadline: float | None = None  # of the next step towards the end
         self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
         self._told_over: dict[str, Any] | None = None
-        self._cache: str | None = None
         self._signalled: signal.Signals | None = None
         self._settled = False
         self._unheard: list[tuple[Worker, signal.Signals]] = []  # warnings for scripts that have no handler yet
@@ -165,22 +112,26 @@ class Agent:
         startup.on_end(self._end_before_workers)
         check = GpuCheck(self.host_name, self.task.visible_gpus)
         self.assembly.open()
-        cores = self._shares()
-        fork = self._preload(len(cores[0]))
+        cores = self.starter.shares()
+        fork = self.starter.preload(len(cores[0]))
         check.verdict()
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)
-        environ = {**self.go.environ, **self.assembly.start_store()}
+        agreed = {**self.go.environ, **self.assembly.start_store()}
+        run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
         self._signals = SignalPipe({*FORWARDED, *self.warnings, signal.SIGCHLD})
         adopt_orphans()
         sys.stdout.flush()
         sys.stderr.flush()
-        agent = os.getpid()
         for info, share in zip(self.go.infos, cores, strict=True):
-            start = self._start(info, share, environ, fork, agent)
-            if start is not None:
-                return start
+            ranks = info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt)
+            started = self.starter.start(
+                info, share, {**ranks, **agreed}, fork=fork, pipe=self._signals, others=self.workers
+            )
+            if isinstance(started, Start):
+                return started
+            self.workers.append(started)
         for number in dict.fromkeys(startup.warnings):
             self._warn(number)
         return None
@@ -201,135 +152,7 @@ class Agent:
         """Note for the controller why this task cannot start: other tasks are ended for it, and say less."""
         if self.folder is None or isinstance(error, OthersEnded):
             return
-        facts = {
-            "rank": -1,
-            "host": self.host_name,
-            "code": error.exit_code,
-            "time": time.time(),
-            "message": str(error),
-        }
-        try:
-            beside = self.folder / f".error-task-{self.task.task_rank}.json"
-            beside.write_text(json.dumps(facts), encoding="utf-8")
-            os.replace(beside, self.folder / f"error-task-{self.task.task_rank}.json")
-        except OSError:
-            return  # its line on the screen is there all the same
-
-    def _shares(self) -> list[list[int]]:
-        allowed = allowed_cores()
-        asked = self.settings.cores_asked
-        if asked is not None and len(allowed) < asked:
-            self.note(f"{len(allowed)} cores may be used here although {asked} were asked for: look at --cpus-per-gpu")
-        gpus = self.task.visible_gpus
-        if len(gpus) >= self.task.workers:
-            near = cores_near_gpus(gpus, self.note)[: self.task.workers]
-        else:
-            near = [frozenset()] * self.task.workers
-        shares = share_cores(allowed, near)
-        if self.task.workers > 1:
-            sizes = sorted({len(share) for share in shares})
-            self.note(f"{len(allowed)} cores for {self.task.workers} workers, {'-'.join(map(str, sizes))} each")
-        return shares
-
-    def _preload(self, threads: int) -> bool:
-        """Import what the workers need; True when they can be forked from here."""
-        # libgomp reads it when torch is loaded
-        self._environ_before.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
-        os.environ["OMP_NUM_THREADS"] = self._environ_before["OMP_NUM_THREADS"]
-        if self.target.kind == "program" or not self.settings.fork:
-            return False
-        optional: list[str] = []
-        if self.target.is_training:
-            job = self.settings.job or "jobs.digits"
-            optional = ["hpc.config", "hpc.train.loop", f"{job}.job"]
-        return preload.import_modules(self.settings.preload, optional, self.note)
-
-    def _start(
-        self,
-        info: RankInfo,
-        cores: list[int],
-        extra: Mapping[str, str],
-        fork: bool,
-        agent: int,
-    ) -> Start | None:
-        prefix = f"[rank {info.rank}] ".encode() if info.world_size > 1 else b""
-        log = open_log(self.folder, info.rank)
-        streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
-        error_file = self.folder / f"error-{info.rank}.json" if self.folder is not None and log is not None else None
-        pulse = Pulse()
-        start = Start(
-            target=self.target,
-            environ={**self._environ(info, cores, extra, error_file), beats.VARIABLE: str(pulse.descriptor)},
-            cores=cores,
-            stdout=streams[0].writer,
-            stderr=streams[1].writer,
-            heartbeat=pulse.descriptor,
-            agent=agent,
-            warnings=self.warnings,
-        )
-        signals.hold({*FORWARDED, *self.warnings})
-        pid = os.fork()
-        if pid == 0:
-            self._in_worker(start, streams, fork)
-            return start
-        signals.release()
-        pulse.close_descriptor()
-        for stream in streams:
-            stream.close_writer()
-        path = self.folder / f"rank-{info.rank}.log" if self.folder is not None and log is not None else None
-        self.workers.append(Worker(info, pid, streams, path, log, error_file, pulse))
-        return None
-
-    def _in_worker(self, start: Start, streams: list[WorkerStream], fork: bool) -> None:
-        """In the new process: let go of all that is the agent's; returns when the worker is to run in this fork."""
-        try:
-            assert self._signals is not None
-            self._signals.close()
-            start.enter()
-            self.assembly.close()
-            for stream in (*streams, *(stream for worker in self.workers for stream in worker.streams)):
-                stream.close()
-            for worker in self.workers:
-                if worker.log_descriptor is not None:
-                    os.close(worker.log_descriptor)
-            if fork:
-                return
-            argv = start.target.argv(sys.executable)
-            if self.settings.code is not None and not self.settings.command:
-                os.chdir(self.settings.code)
-            try:
-                os.execvpe(argv[0], argv, dict(start.environ))
-            except OSError as error:
-                print(f"hpc.node: cannot run {printable(argv[0])}: {error.strerror}", file=sys.stderr, flush=True)
-                os._exit(126 if isinstance(error, PermissionError) else 127)
-        except BaseException as error:
-            print(f"hpc.node: a worker could not be set up: {error!r}", file=sys.stderr, flush=True)
-            os._exit(exitcodes.UNAVAILABLE)
-
-    def _environ(
-        self, info: RankInfo, cores: list[int], extra: Mapping[str, str], error_file: Path | None
-    ) -> dict[str, str]:
-        assert self.go is not None
-        run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
-        environ = {name: value for name, value in self._environ_before.items() if name != SECRET_VARIABLE}
-        environ.update(info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt))
-        environ.update(extra)
-        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
-        environ.setdefault("PYTHONUNBUFFERED", "1")
-        environ["HPC_CORES"] = str(len(cores))
-        if error_file is not None:
-            environ[ERROR_FILE_VARIABLE] = str(error_file)
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            if name not in environ:
-                environ[name] = os.path.join(self._cache_folder(), name.split("_")[0].lower())
-        return environ
-
-    def _cache_folder(self) -> str:
-        """A folder of this node for compiled kernels: in a shared home they go stale under each other's feet."""
-        if self._cache is None:
-            name = f"hpc-{os.geteuid()}-{self.task.job_id or os.getpid()}-"
-            self._cache = tempfile.mkdtemp(prefix=name)
-        return self._cache
+        write_refusal(self.folder, self.task.task_rank, self.host_name, error)
 
     def _record_start(self, go: Go) -> None:
         if self.run_dir is None:
@@ -421,14 +244,14 @@ class Agent:
         for worker, number in waiting:
             if worker.code is not None:
                 continue
-            if self.target.is_training or signals.has_handler(worker.pid, number):
+            if self.starter.target.is_training or signals.has_handler(worker.pid, number):
                 os.kill(worker.pid, number)
             elif (worker, number) not in self._unheard:
                 self._unheard.append((worker, number))
 
     def _end_for_good(self) -> None:
         """End what still runs because another rank has failed: it is no notice, and the training core takes it for none."""
-        if self.target.is_training:
+        if self.starter.target.is_training:
             self._end(signal.SIGKILL, 1.0)
         else:
             self._end(signal.SIGTERM, STOP_GRACE_S)
@@ -661,20 +484,15 @@ class Agent:
                 self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
             return
         others = sum(1 for failure in self.failures if failure is not first and not failure.by_us)
-        outcome = {"code": code, "first": first.to_dict() if first else None, "others": others}
-        outcome["last_step"] = self._steps_seen()
         try:
-            beside = self.folder / ".outcome.json"
-            beside.write_text(json.dumps(outcome), encoding="utf-8")
-            os.replace(beside, self.folder / "outcome.json")
+            write_outcome(self.folder, code, first, others=others, last_step=self._steps_seen())
         except OSError as error:
             self.note(f"the outcome could not be written: {error}")
 
     def _clean_up(self) -> None:
         leftovers.end_descendants()
         self.assembly.close()
-        if self._cache is not None:
-            shutil.rmtree(self._cache, ignore_errors=True)
+        self.starter.clean_up()
 
 
 def _number(variable: str) -> int | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from hpc.errors import HpcError
 
 # What a rank says when another one has gone: a consequence, never the cause.
 SECONDARY = re.compile(
@@ -80,3 +85,26 @@ def read_error_file(path: Path) -> tuple[str, str, float | None]:
         str(extra.get("py_callstack", "")),
         moment if isinstance(moment, float) else None,
     )
+
+
+def write_outcome(folder: Path, code: int, first: Failure | None, *, others: int, last_step: int | None) -> None:
+    """Tell the controller how the step ended: its code, the first failure, how many others failed by themselves.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    outcome = {"code": code, "first": first.to_dict() if first else None, "others": others, "last_step": last_step}
+    _write_whole(folder, "outcome.json", outcome)
+
+
+def write_refusal(folder: Path, task_rank: int, host: str, error: HpcError) -> None:
+    """Tell the controller why a task cannot start; its line on the screen is there also where this cannot be written."""
+    facts = {"rank": -1, "host": host, "code": error.exit_code, "time": time.time(), "message": str(error)}
+    with contextlib.suppress(OSError):
+        _write_whole(folder, f"error-task-{task_rank}.json", facts)
+
+
+def _write_whole(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    beside = folder / f".{name}"
+    beside.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(beside, folder / name)

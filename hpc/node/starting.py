@@ -1,0 +1,190 @@
+"""From one task's share of a node to running workers: cores, the preload, the environment, the fork."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from hpc import beats, exitcodes
+from hpc.errors import printable
+from hpc.node import preload, signals
+from hpc.node.assembly import SECRET_VARIABLE, Assembly
+from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
+from hpc.node.environment import TaskEnvironment
+from hpc.node.pulse import Pulse
+from hpc.node.settings import AgentSettings
+from hpc.node.signals import FORWARDED, SignalPipe
+from hpc.node.streams import WorkerStream, open_log
+from hpc.node.worker import ERROR_FILE_VARIABLE, Start
+from hpc.ranks import RankInfo
+
+
+@dataclass
+class Worker:
+    """One running worker, as its agent sees it."""
+
+    info: RankInfo
+    pid: int
+    streams: list[WorkerStream]
+    log: Path | None
+    log_descriptor: int | None
+    error_file: Path | None
+    pulse: Pulse
+    ended_by_us: bool = False
+    fault: str | None = None
+    """Why its agent has ended it: stopped, or hung."""
+    code: int | None = None
+
+
+class Starter:
+    """Starts the workers of one task, all alike but for their rank and their cores."""
+
+    def __init__(
+        self,
+        task: TaskEnvironment,
+        settings: AgentSettings,
+        assembly: Assembly,
+        *,
+        folder: Path | None,
+        warnings: Sequence[Signals],
+        note: Callable[[str], None],
+    ) -> None:
+        """`folder`: where the attempt's logs go, if anywhere; `warnings`: the signals that workers are to bear."""
+        self._task, self._settings, self._assembly = task, settings, assembly
+        self._folder, self._warnings, self._note = folder, tuple(warnings), note
+        self._environ_before = dict(os.environ)  # torch's import sets variables of its own: workers get the user's
+        self._cache: str | None = None
+        self.target = settings.target()
+
+    def shares(self) -> list[list[int]]:
+        """The cores of each worker: equal shares of those that this task may use, those near its GPU first."""
+        allowed = allowed_cores()
+        asked = self._settings.cores_asked
+        if asked is not None and len(allowed) < asked:
+            self._note(f"{len(allowed)} cores may be used here although {asked} were asked for: look at --cpus-per-gpu")
+        gpus = self._task.visible_gpus
+        if len(gpus) >= self._task.workers:
+            near = cores_near_gpus(gpus, self._note)[: self._task.workers]
+        else:
+            near = [frozenset()] * self._task.workers
+        shares = share_cores(allowed, near)
+        if self._task.workers > 1:
+            sizes = sorted({len(share) for share in shares})
+            self._note(f"{len(allowed)} cores for {self._task.workers} workers, {'-'.join(map(str, sizes))} each")
+        return shares
+
+    def preload(self, threads: int) -> bool:
+        """Import what the workers need; True when they can be forked from here."""
+        # libgomp reads it when torch is loaded
+        self._environ_before.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        os.environ["OMP_NUM_THREADS"] = self._environ_before["OMP_NUM_THREADS"]
+        if self.target.kind == "program" or not self._settings.fork:
+            return False
+        optional: list[str] = []
+        if self.target.is_training:
+            job = self._settings.job or "jobs.digits"
+            optional = ["hpc.config", "hpc.train.loop", f"{job}.job"]
+        return preload.import_modules(self._settings.preload, optional, self._note)
+
+    def start(
+        self,
+        info: RankInfo,
+        cores: list[int],
+        environ: Mapping[str, str],
+        *,
+        fork: bool,
+        pipe: SignalPipe,
+        others: Sequence[Worker],
+    ) -> Worker | Start:
+        """Start one worker. Returns it in the agent, and in the new process, when it is a fork of this one, what to become.
+
+        Args:
+            environ: the ranks' variables, and what the agents have agreed on.
+            pipe: the agent's signals, `others`: its workers so far; the new process lets go of both.
+        """
+        prefix = f"[rank {info.rank}] ".encode() if info.world_size > 1 else b""
+        log = open_log(self._folder, info.rank)
+        streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
+        error_file = self._folder / f"error-{info.rank}.json" if self._folder is not None and log is not None else None
+        pulse = Pulse()
+        start = Start(
+            target=self.target,
+            environ={**self._environ(cores, environ, error_file), beats.VARIABLE: str(pulse.descriptor)},
+            cores=cores,
+            stdout=streams[0].writer,
+            stderr=streams[1].writer,
+            heartbeat=pulse.descriptor,
+            agent=os.getpid(),
+            warnings=self._warnings,
+        )
+        signals.hold({*FORWARDED, *self._warnings})
+        pid = os.fork()
+        if pid == 0:
+            self._in_worker(
+                start, fork, pipe, [*streams, *(stream for worker in others for stream in worker.streams)], others
+            )
+            return start
+        signals.release()
+        pulse.close_descriptor()
+        for stream in streams:
+            stream.close_writer()
+        path = self._folder / f"rank-{info.rank}.log" if self._folder is not None and log is not None else None
+        return Worker(info, pid, streams, path, log, error_file, pulse)
+
+    def _in_worker(
+        self, start: Start, fork: bool, pipe: SignalPipe, streams: Sequence[WorkerStream], others: Sequence[Worker]
+    ) -> None:
+        """In the new process: let go of all that is the agent's; returns when the worker is to run in this fork."""
+        try:
+            pipe.close()
+            start.enter()
+            self._assembly.close()
+            for stream in streams:
+                stream.close()
+            for worker in others:
+                if worker.log_descriptor is not None:
+                    os.close(worker.log_descriptor)
+            if fork:
+                return
+            argv = start.target.argv(sys.executable)
+            if self._settings.code is not None and not self._settings.command:
+                os.chdir(self._settings.code)
+            try:
+                os.execvpe(argv[0], argv, dict(start.environ))
+            except OSError as error:
+                print(f"hpc.node: cannot run {printable(argv[0])}: {error.strerror}", file=sys.stderr, flush=True)
+                os._exit(126 if isinstance(error, PermissionError) else 127)
+        except BaseException as error:
+            print(f"hpc.node: a worker could not be set up: {error!r}", file=sys.stderr, flush=True)
+            os._exit(exitcodes.UNAVAILABLE)
+
+    def _environ(self, cores: list[int], more: Mapping[str, str], error_file: Path | None) -> dict[str, str]:
+        environ = {name: value for name, value in self._environ_before.items() if name != SECRET_VARIABLE}
+        environ.update(more)
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
+        environ.setdefault("PYTHONUNBUFFERED", "1")
+        environ["HPC_CORES"] = str(len(cores))
+        if error_file is not None:
+            environ[ERROR_FILE_VARIABLE] = str(error_file)
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            if name not in environ:
+                environ[name] = os.path.join(self._cache_folder(), name.split("_")[0].lower())
+        return environ
+
+    def _cache_folder(self) -> str:
+        """A folder of this node for compiled kernels: in a shared home they go stale under each other's feet."""
+        if self._cache is None:
+            name = f"hpc-{os.geteuid()}-{self._task.job_id or os.getpid()}-"
+            self._cache = tempfile.mkdtemp(prefix=name)
+        return self._cache
+
+    def clean_up(self) -> None:
+        """Remove this node's folder of compiled kernels."""
+        if self._cache is not None:
+            shutil.rmtree(self._cache, ignore_errors=True)
