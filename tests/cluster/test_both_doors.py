@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from canaries import MARK, SECRETS, holders
 from cluster_rig import FIRST_USER, Rig, give_to
 
 SCRIPT = """\
@@ -199,11 +200,9 @@ def test_array_elements_have_a_directory_each(cluster: Rig, user: User) -> None:
 
 
 def test_s6_secrets_are_in_no_output_of_slurm_and_in_no_file(cluster: Rig, user: User) -> None:
-    secrets = {"WANDB_API_KEY": "s3cret-key", "MY_TOKEN": "s3cret-token", "DB_PASSWORD": "s3cret word"}
-    done = user.submit("--follow", "--", "train.py", **secrets)
+    done = user.submit("--follow", "--", "train.py", **SECRETS)
     assert done.returncode == 0, done.stderr
     (job_id,) = re.findall(r"^job (\d+) submitted", done.stdout, re.MULTILINE)
     told = done.stdout + done.stderr + cluster.slurm("scontrol", "show", "job", job_id)
     told += cluster.slurm("squeue", "--states=all", "--format=%all", f"--jobs={job_id}")
-    assert "s3cret" not in told
-    assert not [path for path in user.folder.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert MARK.decode() not in told and not holders(user.folder)
