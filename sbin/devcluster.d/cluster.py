@@ -30,6 +30,7 @@ PROGRAMS = {
     "useradd": "passwd",
 }
 _FOLDERS = {"etc": 0o755, "munge": 0o755, "key": 0o700, "run": 0o755, "log": 0o755, "slurmctld": 0o700, "spool": 0o755}
+_EPILOG = Path(__file__).resolve().parent.parent / "epilog.d"
 _UNIFIED_CGROUPS = Path("/sys/fs/cgroup/cgroup.controllers")
 _WORKING = re.compile(r"(IDLE|MIXED|ALLOCATED|COMPLETING)(\+(COMPLETING|CLOUD|DYNAMIC_NORM|RESERVED|PLANNED))*")
 
@@ -85,11 +86,21 @@ def _write_state(site: Site, shape: Shape, login_host: str) -> None:
     _write_if_new(etc / "gres.conf", gres_conf(site, shape))
     _write_if_new(etc / "cgroup.conf", cgroup_conf(_UNIFIED_CGROUPS.exists()))
     _write_if_new(site.slurm_conf, slurm_conf(site, shape, login_host))
+    if shape.epilog:
+        _copy_epilog(etc / "epilog.d")
     key = site.state / "key" / "munge.key"
     if not key.exists() or key.stat().st_size != 1024:
         key.unlink(missing_ok=True)
         with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.urandom(1024))
+
+
+def _copy_epilog(folder: Path) -> None:
+    """sbin/epilog.d as an administrator installs it: root's, and nobody else may write to it."""
+    folder.mkdir(mode=0o755, exist_ok=True)
+    for source in sorted(_EPILOG.iterdir()):
+        _write_if_new(folder / source.name, source.read_text())
+        (folder / source.name).chmod(0o755)
 
 
 def _write_if_new(path: Path, text: str) -> None:

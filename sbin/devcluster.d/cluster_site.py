@@ -32,10 +32,11 @@ class Shape:
     gpus_per_node: int = 4
     proctrack: str = "linuxproc"
     accounting: bool = False
+    epilog: bool = False
 
     def __str__(self) -> str:
-        accounting = " --accounting" if self.accounting else ""
-        return f"--nodes {self.nodes} --gpus-per-node {self.gpus_per_node} --proctrack {self.proctrack}{accounting}"
+        more = (" --accounting" if self.accounting else "") + (" --epilog" if self.epilog else "")
+        return f"--nodes {self.nodes} --gpus-per-node {self.gpus_per_node} --proctrack {self.proctrack}{more}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -195,6 +196,7 @@ def slurm_conf(site: Site, shape: Shape, login_host: str) -> str:
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
         f"FirstJobId={_first_job_id(state)}",
+        *([f"Epilog={site.slurm_conf.parent}/epilog.d/*"] if shape.epilog else []),
         *_accounting_lines(site, shape),
     ]
     for node in site.nodes(shape):
