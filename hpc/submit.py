@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cut == len(words) - 1:
             raise UsageError("nothing follows --; a script and its arguments were needed")
         if asked.continued is not None:
-            return _continue(asked.continued, words)
+            return _continue(asked.continued, words, allow_root=asked.allow_root)
         loaded = _load(asked, job, overrides, words[cut + 1 :])
         if loaded.config.command:
             from hpc.command import check  # late: a job needs none of it
@@ -161,12 +161,13 @@ def _print_plan(loaded: Loaded) -> int:
     return 0
 
 
-def _continue(path: str, words: Sequence[str]) -> int:
+def _continue(path: str, words: Sequence[str], *, allow_root: bool) -> int:
+    words = [word for word in words if word != "--allow-root"]
     if len(words) > (1 if words[0].startswith("--continue=") else 2):
         raise UsageError("--continue RUN_DIR stands alone: the run goes on as it was sent")
     from hpc.login import submission
 
-    sent = submission.send_again(Path(path))
+    sent = submission.send_again(Path(path), allow_root=allow_root)
     if sent.note is not None:
         _tell(f"note: {sent.note}")
     print(f"job {sent.job_id} submitted: {printable(sent.run_dir.name)}")

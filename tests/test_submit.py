@@ -160,6 +160,11 @@ def test_s8_root_needs_a_flag_to_submit_and_none_to_look(shell: Shell) -> None:
     assert not shell.calls("sbatch") and not shell.runs()
     assert shell.submit("--dry-run").returncode == 0
     assert shell.submit("slurm.allow_root=true").returncode == 0
+    (run_dir,) = shell.runs()
+    done = shell.submit("--continue", str(run_dir))
+    assert done.returncode == 2 and "--allow-root" in done.stderr and shell.submissions() == 1
+    assert shell.submit("--allow-root", "--continue", str(run_dir)).returncode == 0
+    assert shell.submissions() == 2
 
 
 # --- what an outer job leaves behind ---------------------------------------------------------------------------------

@@ -78,11 +78,7 @@ def send(loaded: Loaded) -> Sent:
         SlurmCommandError: no answer from Slurm, so that the job may be queued; the run directory stays.
     """
     config = loaded.config
-    if os.geteuid() == 0 and not config.slurm.allow_root:
-        raise UsageError(
-            "you are root, and a job of root can touch everybody's processes and files; "
-            "submit as an ordinary user, or give --allow-root"
-        )
+    _refuse_root(config.slurm.allow_root)
     inherited = without_outer_job(os.environ, keep_gpus=False)
     preview(loaded)
     if shutil.which("sbatch", path=inherited.environ.get("PATH")) is None:
@@ -117,6 +113,14 @@ def send(loaded: Loaded) -> Sent:
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
 
 
+def _refuse_root(allowed: bool) -> None:
+    if os.geteuid() == 0 and not allowed:
+        raise UsageError(
+            "you are root, and a job of root can touch everybody's processes and files; "
+            "submit as an ordinary user, or give --allow-root"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Continued:
     """A run that goes on as another job."""
@@ -127,13 +131,13 @@ class Continued:
     note: str | None = None
 
 
-def send_again(path: Path) -> Continued:
+def send_again(path: Path, *, allow_root: bool = False) -> Continued:
     """Send the batch script of a run once more: the same request, code and run directory, for its next attempt.
 
     Once after each attempt, whoever asks. Inside the run's own job the new one waits for the end of that.
 
     Raises:
-        UsageError: no such run, a job of it is in the queue or runs, or it was continued after this attempt already.
+        UsageError: root without `allow_root` (but for the run's own job), no such run, a job of it is in the queue or runs, or it was continued after this attempt already.
         SubmissionError: the cluster refused, and nothing is queued.
         SlurmCommandError: no answer from Slurm, so that the job may be queued.
     """
@@ -149,6 +153,8 @@ def send_again(path: Path) -> Continued:
     last = max((event["attempt"] for event in events if isinstance(event.get("attempt"), int)), default=0)
     inherited = without_outer_job(os.environ, keep_gpus=False)
     own = inherited.outer_job
+    if own not in jobs:
+        _refuse_root(allow_root)
     if jobs and jobs[-1] != own:
         state = commands.state_of(jobs[-1])
         if state is not None and (state.is_running or state.is_pending or state.is_completing):
