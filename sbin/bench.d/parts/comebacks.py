@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from contestants import Floor
 from frame import RIVALS, Bench, NotMeasured
 
 LOOK_S = 0.02
@@ -26,7 +27,7 @@ def drill(bench: Bench, *words: str) -> Iterator[Any]:
 
     run = fault_rig.new_drill(rig, "bench")
     try:
-        run.submit(*words)
+        run.submit(*words, f"slurm.setup=[\"date +%s.%N >> '{run.folder}/began'\"]")
         yield run
     except AssertionError as error:
         raise NotMeasured(str(error).strip().splitlines()[0][:200]) from None
@@ -49,9 +50,11 @@ def moment(what: Callable[[], Any]) -> float:
     return time.time()
 
 
-def controller_began(run: Any, attempt: int = 0) -> float:
-    """When the batch step of this attempt said its first line."""
-    return moment(lambda: run.text.count("hpc.launch: job ") > attempt)
+def batch_began(run: Any, attempt: int = 0) -> float:
+    """When the batch script of this attempt ran its first line."""
+    file = run.folder / "began"
+    moment(lambda: file.exists() and file.read_text().count("\n") > attempt)
+    return float(file.read_text().split()[attempt])
 
 
 def first_step(run: Any, start: int = 0) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def lives(pid: int) -> bool:
 
 def hurt(run: Any, number: signal.Signals, after_step: int) -> dict[str, float]:
     """A signal to one of the workers: seconds of a cold start, until the others are gone, and to the first new step."""
-    cold = -controller_began(run) + first_step(run)["time"]
+    cold = -batch_began(run) + first_step(run)["time"]
     start = run.reaches(after_step, saved=after_step - after_step % 7)
     victim = start.pids[1]
     hurt_at = time.time()
@@ -89,26 +92,36 @@ def hurt(run: Any, number: signal.Signals, after_step: int) -> dict[str, float]:
     }
 
 
-def told(run: Any) -> dict[str, float]:
-    """A notice to all ranks: seconds of a cold start, until the last process is gone, and of the next attempt's start."""
+def told(run: Any, floor: Floor) -> dict[str, float]:
+    """A notice to all ranks: seconds of a cold start, until the last process is gone, and from the requeue to the first step.
+
+    The last one less the wait of `floor`, which is requeued at the same moment.
+    """
     rig = run.rig
-    cold = -controller_began(run) + first_step(run)["time"]
+    cold = -batch_began(run) + first_step(run)["time"]
     run.reaches(14)
     begun = time.time()
     run.notify("USR2")
-    gone = moment(lambda: not rig.processes_of("hpcuser"))
-    controller = controller_began(run, 1)
-    again = first_step(run, 1)
-    stopping, resumed = run.events("stopping")[0], run.events("resumed")[1]
+    gone = moment(lambda: not run_processes(rig, floor))
+    moment(lambda: run.events("requeued"))
+    floor.requeue()
+    again = first_step(run, 1)["time"] - run.events("requeued")[0]["time"]
+    stopping = run.events("stopping")[0]
     saved = [event for event in run.events("saved") if event["step"] == stopping["step"]]
     run.hurry()
     run.ends()
+    wait = floor.waits()[-1]
     return {
         "cold": cold,
         "gone": gone - begun - (saved[0]["seconds"] if saved else 0.0),
-        "again": again["time"] - controller,
-        "lost": float(stopping["step"] - resumed["step"]),
+        "again": again - wait,
+        "wait": wait,
     }
+
+
+def run_processes(rig: Any, floor: Floor) -> list[Any]:
+    """What lives of the user's processes on the nodes, but for the job that only writes the time."""
+    return [process for process in rig.processes_of("hpcuser") if process.command != Floor.COMMAND]
 
 
 def torchrun(bench: Bench) -> float:
@@ -123,7 +136,8 @@ def torchrun(bench: Bench) -> float:
     owner = rig.home().stat()
     for path in (stamps, folder / "restarting.py"):
         os.chown(path, owner.st_uid, owner.st_gid)
-    environ = {"BENCH_STAMPS": str(stamps), "OMP_NUM_THREADS": "1"}
+    # Without the last one gloo finds the addresses of the dead workers in the store (pytorch issue 135712).
+    environ = {"BENCH_STAMPS": str(stamps), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     job = rig.sbatch(*options, "--wrap", f"exec {shlex.join(words)}", cwd=folder, env=environ)
 
     def made(start: int) -> bool:

@@ -149,7 +149,7 @@ class Bench:
             sys.path.insert(0, str(ROOT / "tests" / "cluster"))
             import cluster_rig
 
-            rig = cluster_rig.Rig(clone=Path("/"))
+            rig = cluster_rig.Rig(cluster_rig.usual_number(), clone=Path("/"))
             if rig.site.saved_shape() is None:
                 self._stack.callback(rig.devcluster, "down", check=False)
             if rig.devcluster("status", check=False).returncode != 0:

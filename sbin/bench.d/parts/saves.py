@@ -1,7 +1,7 @@
 """The contestants of the rows about saving, each set in one process that alternates between them; the result as JSON.
 
 python saves.py stall|durable FOLDER ROUNDS      seconds of each contestant, state of 256 MiB
-python saves.py pace FOLDER ROUNDS RANKS         steps/s without and during a save, RANKS processes of one thread
+python saves.py pace FOLDER ROUNDS RANKS         steps/s during each save and beside it, RANKS processes of one thread
 python saves.py kills FOLDER TIMES               kill -9 at random moments of a save: how many ended wrong
 python saves.py damages FOLDER TIMES             random damages: not noticed, invented, and passed by torch.load
 """
@@ -138,7 +138,8 @@ def durable(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def pace(folder: Path, rounds: int, ranks: int) -> dict[str, list[float]]:
-    """Steps/s of DDP ranks without a save and during one, in turns; the ranks are forked, rank 0 is this process."""
+    """Steps/s of DDP ranks during each save, and beside it (the mean of before and after); the ranks are forked, rank 0 is
+    this process."""
     children = []
     for rank in range(1, ranks):
         child = os.fork()
@@ -181,20 +182,27 @@ def _pace(folder: Path, rounds: int, rank: int, ranks: int) -> dict[str, list[fl
             if not go_on.item():
                 return count / (time.perf_counter() - begun)
 
+    def without(seconds: float) -> float:
+        os.sync()
+        end = time.perf_counter() + seconds
+        return steps(lambda: time.perf_counter() >= end)
+
     last_s = 1.0
+    before = without(last_s)
     for turn in range(WARM_UP + rounds):
-        for kind in ("without", "during") if turn % 2 else ("during", "without"):
-            os.sync()
-            if kind == "during" and saves is not None and saved is not None:
-                saves.begin(turn, *saved)
-                rate = steps(lambda: not saves.under_way)
-                saves.finish()
-                last_s = saves.last.seconds if saves.last else last_s
-            else:
-                end = time.perf_counter() + min(5.0, last_s)
-                rate = steps(lambda end=end: time.perf_counter() >= end)
-            if turn >= WARM_UP:
-                found[kind].append(rate)
+        os.sync()
+        if saves is not None and saved is not None:
+            saves.begin(turn, *saved)
+            during = steps(lambda: not saves.under_way)
+            saves.finish()
+            last_s = saves.last.seconds if saves.last else last_s
+        else:
+            during = steps(lambda: False)
+        after = without(min(5.0, last_s))
+        if turn >= WARM_UP:
+            found["during"].append(during)
+            found["without"].append((before + after) / 2)
+        before = after
     dist.destroy_process_group()
     return found
 
