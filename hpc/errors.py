@@ -72,6 +72,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """As `printable`, of a text of several lines: line breaks stay, and tabs become blanks."""
+    return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
+
+
 def one_line(door: str, error: BaseException) -> str:
     """The line that a door prints for an error: "hpc.submit: error: what was found; what was needed"."""
     return f"{door}: error: {printable(str(error))}"

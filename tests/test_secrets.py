@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ ALLOCATION = {
     "SLURM_JOB_ID": "101", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1",
     "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_JOB_CPUS_PER_NODE": "2",
 }  # fmt: skip
+ATTEMPT = {"error-0.json", "outcome.json", "rank-0.log"}
 
 
 @pytest.fixture
@@ -38,8 +41,10 @@ def test_s6_what_is_refused_is_refused_without_them(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_s6_thirty_secrets_are_in_nothing_that_a_failed_run_leaves(shell: Shell) -> None:
-    """A whole run: submission, batch step, srun, a rank that saves a checkpoint and then fails, status.
+def test_s3_s6_thirty_secrets_are_in_nothing_that_a_failed_run_leaves_and_others_can_read_none_of_it(
+    shell: Shell,
+) -> None:
+    """A whole run: submission, batch step, srun, a rank that saves a checkpoint and then fails, status. Its umask is 0.
 
     The job itself has them all (sbatch gets the user's environment, and Slurm's --export=ALL hands it on): training needs
     its keys. Slurm's own copy of the environment is its administrator's to read alone. What a program of the user's
@@ -54,10 +59,15 @@ def test_s6_thirty_secrets_are_in_nothing_that_a_failed_run_leaves(shell: Shell)
     words = ["toy", "samples=64", "train.batch_size=8", "train.save_every_steps=1", "train.loader_workers=0"]
     trouble = ["trouble=raise", "trouble_step=4"]
     environ = {**SECRETS, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    sent = shell.send(*words, *trouble, **environ)
+    before = os.umask(0)
+    try:
+        sent = shell.send(*words, *trouble, **environ)
+    finally:
+        os.umask(before)
     assert sent.returncode == 0, sent.stderr
     assert "SBATCH_MY_TOKEN" in sent.stderr and "SBATCH_EXPORT" in sent.stderr  # named, not shown
     (run_dir,) = shell.runs()
+    assert "\numask 0000\n" in (run_dir / "job.sh").read_text()
     handed_on = json.loads(shell.kept("environ.json"))
     assert {name for name in SECRETS if name in handed_on} == {n for n in SECRETS if not n.startswith("SBATCH_")}
     batch = {**shell.environ, **handed_on, **ALLOCATION}
@@ -70,7 +80,10 @@ def test_s6_thirty_secrets_are_in_nothing_that_a_failed_run_leaves(shell: Shell)
     assert status.returncode == 0 and "productive" in status.stdout
     left = {path.relative_to(run_dir).parts[0] for path in run_dir.rglob("*") if path.is_file()}
     assert left >= {"config.yaml", "job.sh", "record.jsonl", "attempt-0", "checkpoints", "code", "metrics.jsonl"}
-    assert (run_dir / "attempt-0" / "error-0.json").is_file() and shell.calls("srun")
+    assert left >= {"tensorboard"} and {path.name for path in (run_dir / "attempt-0").iterdir()} >= ATTEMPT
+    for path in (run_dir.parent, run_dir, *run_dir.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert shell.calls("srun")
     assert MARK not in shell.log.read_bytes()  # the argv of sbatch, srun and all others
     for done in (sent, ran, status):
         assert MARK.decode() not in done.stdout + done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc import exitcodes
-from hpc.errors import printable
+from hpc.errors import printable, printable_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def tell(end: End, *, attempt: int, restart: int, folder: Path, heard: str | Non
         complain(f"{end.others} other rank{'s' if end.others > 1 else ''} failed after it; logs in {folder}")
     trace = str(first.get("traceback") or "").rstrip("\n")
     if trace:
-        print("\n".join(printable(line.expandtabs()) for line in trace.split("\n")), file=sys.stderr, flush=True)
+        print(printable_lines(trace), file=sys.stderr, flush=True)
     message = str(first.get("message", ""))
     ended = exitcodes.describe(int(first.get("code", end.code)))
     reason = f"{ended}: {message}" if message != ended else ended

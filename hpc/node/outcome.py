@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -105,6 +106,8 @@ def write_refusal(folder: Path, task_rank: int, host: str, error: HpcError) -> N
 
 
 def _write_whole(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    beside = folder / f".{name}"
-    beside.write_text(json.dumps(content), encoding="utf-8")
+    beside = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(content, stream)
     os.replace(beside, folder / name)

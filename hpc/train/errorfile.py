@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
 import traceback
@@ -38,9 +39,9 @@ class ErrorFile:
             "host": socket.gethostname(),
         }
         text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(text)
             os.replace(beside, self._path)

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from hpc.errors import printable_lines
+
 REDRAW_S = 0.2
 SOONEST_LINE_S = 1.0
 LATEST_LINE_S = 60.0
@@ -23,7 +25,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line of its own."""
-        print(text, file=self.stream, flush=True)
+        print(printable_lines(text), file=self.stream, flush=True)
 
     def begin(self, step: int, total: int) -> None:
         """The loop starts at `step` and will end at `total`."""
@@ -67,7 +69,7 @@ class Bar(Progress):
         if self._bar is None:
             super().line(text)
         else:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, step: int, total: int) -> None:
         super().begin(step, total)
