@@ -319,13 +319,13 @@ FIELDS = [
 
 
 @pytest.mark.slow
-def test_500_hostile_values_are_refused_or_inert(here: Place) -> None:
+def test_s1_500_hostile_values_are_refused_or_inert(here: Place) -> None:
     refused, inert = _try_all(FIELDS, here)
     assert refused + inert == len(FIELDS) * len(PAYLOADS) >= 500
     assert inert > 50 and refused > 200
 
 
-def test_hostile_names_are_refused_or_inert(here: Place) -> None:
+def test_s1_hostile_names_are_refused_or_inert(here: Place) -> None:
     refused, inert = _try_all(["name"], here)
     assert refused > 5 and inert > 5
 
@@ -355,7 +355,7 @@ def _try_all(fields: list[str], here: Place) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["workdir", "run_dir", "toolkit", "python", "code"])
-def test_hostile_paths_are_refused_or_inert(here: Place, part: str, tmp_path: Path) -> None:
+def test_s1_hostile_paths_are_refused_or_inert(here: Place, part: str, tmp_path: Path) -> None:
     canary = tmp_path / "CANARY"
     for payload in PAYLOADS:
         name = payload.format("touch CANARY").replace("/", "_")[:120]

@@ -62,24 +62,25 @@ def read(environ: Mapping[str, str]) -> Allocation:
     Raises:
         EnvironmentMismatch: inside an srun task, in a heterogeneous job, or a value that is no number.
     """
-    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    job_id = _id(environ, "SLURM_JOB_ID") or _id(environ, "SLURM_JOBID")
     if not job_id:
         return LOCAL
     step = environ.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < SPECIAL_STEP:
+    if re.fullmatch("[0-9]{1,10}", step) and int(step) < SPECIAL_STEP:
         raise EnvironmentMismatch(
             f"SLURM_STEP_ID={step}: hpc.launch starts the tasks itself, with srun, and cannot run inside one; "
             f"start it from the batch script or salloc's shell, or use `srun python -m hpc.node`"
         )
     if environ.get("SLURM_HET_SIZE", "1") != "1":
         raise EnvironmentMismatch(
-            f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}: heterogeneous jobs are not supported; submit one kind of node"
+            f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE'][:80]}: heterogeneous jobs are not supported; submit one kind of node"
         )
     cores = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    end = environ.get("SLURM_JOB_END_TIME", "")
     return Allocation(
         job_id=job_id,
-        array_job_id=environ.get("SLURM_ARRAY_JOB_ID"),
-        array_index=environ.get("SLURM_ARRAY_TASK_ID"),
+        array_job_id=_id(environ, "SLURM_ARRAY_JOB_ID"),
+        array_index=_id(environ, "SLURM_ARRAY_TASK_ID"),
         attempt=_number(environ, "SLURM_RESTART_COUNT") or 0,
         restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
         nodes=_number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1,
@@ -87,18 +88,26 @@ def read(environ: Mapping[str, str]) -> Allocation:
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
         cpus_per_node=min(parse_tasks_per_node(cores)) if cores else None,
         node_list=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or "",
-        end_time=float(end) if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal() and int(end) else None,
+        end_time=float(end) if re.fullmatch("[0-9]{1,12}", end) and int(end) else None,
     )
+
+
+def _id(environ: Mapping[str, str], name: str) -> str | None:
+    """A number that becomes part of names and commands, as it was written."""
+    text = environ.get(name)
+    if text and not re.fullmatch("[0-9]{1,12}", text):
+        raise EnvironmentMismatch(f"{name}={text[:80]!r} is not a number; unset it, or submit the job again")
+    return text
 
 
 def _gpus(environ: Mapping[str, str]) -> int | None:
     """GPUs of each node; None when the job has none. "a100:4", "gpu:a100:4" and "4" all mean four."""
     asked = environ.get("SLURM_GPUS_PER_NODE", "")
-    counts = re.findall(r"(?:^|[:,])(\d+)(?=$|,|\()", asked)
+    counts = re.findall(r"(?:^|[:,])([0-9]{1,9})(?=$|,|\()", asked)
     if counts:
         return sum(int(count) for count in counts) or None
     found = environ.get("SLURM_GPUS_ON_NODE", "")
-    if found.isdigit() and int(found):
+    if re.fullmatch("[0-9]{1,9}", found) and int(found):
         return int(found)
     listed = [name for name in environ.get("SLURM_JOB_GPUS", "").split(",") if name]
     return len(listed) or None
@@ -108,6 +117,6 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None
-    if not text.isdigit():
-        raise EnvironmentMismatch(f"{name}={text!r} is not a number; unset it, or submit the job again")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise EnvironmentMismatch(f"{name}={text[:80]!r} is not a number; unset it, or submit the job again")
     return int(text)

@@ -408,7 +408,12 @@ def _preset_port(environ: Mapping[str, str]) -> int | None:
 
 
 def _job_id(environ: Mapping[str, str]) -> str:
-    return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    if not re.fullmatch("[0-9]{0,12}", job_id):
+        raise EnvironmentMismatch(
+            f"SLURM_JOB_ID={job_id[:80]!r} is not a number; unset it, or start the tasks with srun"
+        )
+    return job_id
 
 
 def _first_number(environ: Mapping[str, str], *names: str) -> tuple[int | None, str]:
