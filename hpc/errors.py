@@ -16,6 +16,8 @@ import sys
 
 from hpc import exitcodes
 
+PACKAGES = ("omegaconf", "psutil", "submitit", "torch", "yaml")
+
 
 class HpcError(Exception):
     """Base of all errors that a door prints as one line and turns into its exit code."""
@@ -82,7 +84,15 @@ def one_line(door: str, error: BaseException) -> str:
     return f"{door}: error: {printable(str(error))}"
 
 
-def report(door: str, error: HpcError) -> int:
-    """Print the error's one line on stderr and return its exit code."""
+def report(door: str, error: HpcError | ModuleNotFoundError) -> int:
+    """Print the error's one line on stderr and return its exit code; a package that is missing is one of ours, or raised."""
+    if isinstance(error, ModuleNotFoundError):
+        if error.name not in PACKAGES:
+            raise error
+        error = EnvironmentMismatch(
+            f"{sys.executable} has no package {error.name}, which the toolkit needs; install it there "
+            f"({sys.executable} -m pip install {error.name}), or name an interpreter that has it: "
+            f"launch.python=FILE, or HPC_PYTHON=FILE for sbin/ddp.sbatch"
+        )
     print(one_line(door, error), file=sys.stderr, flush=True)
     return error.exit_code

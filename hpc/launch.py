@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         return launch(arguments)
-    except HpcError as error:
+    except (HpcError, ModuleNotFoundError) as error:
         return report("hpc.launch", error)
 
 

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         gc.enable()
         return follow(sent.job_id, sent.output, tell=_tell)
-    except HpcError as error:
+    except (HpcError, ModuleNotFoundError) as error:
         return report(DOOR, error)
     except KeyboardInterrupt:
         _tell("interrupted before anything was submitted")

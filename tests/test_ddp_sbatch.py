@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,17 @@ def test_l16_r25_started_workers_are_nodes_times_gpus(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"WORKER (\d) (\d)", done.stdout)) == [(str(rank), "4") for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_x06_an_interpreter_without_the_packages_is_told_in_one_line(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False)
+    for words in (["hpc.launch", "jobs.digits"], ["hpc.submit", "--dry-run"], ["hpc.node", "jobs.digits"]):
+        done = subprocess.run(
+            [bare / "bin" / "python", "-m", *words], cwd=ROOT, env={}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 78 and "Traceback" not in done.stderr, done.stderr
+        assert re.search(rf"^{words[0]}: error: {bare}/bin/python has no package \w+, .*HPC_PYTHON", done.stderr), (
+            done.stderr
+        )

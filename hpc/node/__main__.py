@@ -58,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.show:
             print(show(task, os.environ))
             return 0
-        from hpc.node import agent  # late: --show needs none of it
-        from hpc.node.settings import AgentSettings
+        try:
+            from hpc.node import agent  # late: --show needs none of it
+            from hpc.node.settings import AgentSettings
+        except ModuleNotFoundError as error:
+            return report(DOOR, error)
 
         code = os.getcwd()
         if WORKDIR_VARIABLE in os.environ:
