@@ -1,5 +1,6 @@
 """The run directory: whose it is, what it is called, and a record of whole lines."""
 
+import ast
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import hpc
 from hpc.errors import RunDirectoryError
 from hpc.rundir import RunDirectory, check_own, directory_name, new_run_id, run_name, write_private
 from hpc.schema import Config
@@ -218,3 +220,28 @@ def test_names_of_runs(config: Config, name: str) -> None:
 )
 def test_names_of_directories(name: str, directory: str) -> None:
     assert directory_name(name) == directory
+
+
+MEANT_FOR_OTHERS = {"doctor.py": "a site file, made by an administrator for everybody"}
+
+
+def test_s3_no_file_is_made_by_the_umask_or_through_a_link() -> None:
+    """Every file that the toolkit makes: by os.open, 0600, with a flag that follows no link; or by such a descriptor."""
+    faults, makers = [], 0
+    for path in sorted(Path(hpc.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called, words = ast.unparse(node.func), [ast.unparse(word) for word in node.args]
+            safe = True
+            if called == "os.open" and ("O_CREAT" in words[1] or words[1] == "flags"):
+                makers += 1
+                safe = words[1] == "flags" or "O_NOFOLLOW" in words[1] or "O_EXCL" in words[1]
+                safe = safe and words[2] in (f"{0o600}", f"{0o700} if executable else {0o600}")
+            elif called == "open" and len(words) > 1 and set(words[1]) & set("wax"):
+                safe = words[0] == "descriptor" or words[0].startswith("os.open(") or path.name in MEANT_FOR_OTHERS
+            elif called.endswith((".write_text", ".write_bytes")):
+                safe = False
+            if not safe:
+                faults.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not faults and makers >= 8
