@@ -89,7 +89,7 @@ class Starter:
         optional: list[str] = []
         if self.target.is_training:
             job = self._settings.job or "jobs.digits"
-            optional = ["hpc.config", "hpc.train.loop", f"{job}.job"]
+            optional = ["hpc.config", "hpc.train.start", f"{job}.job"]
         return preload.import_modules(self._settings.preload, optional, self._note)
 
     def start(

@@ -39,7 +39,8 @@ from hpc.train.errorfile import ErrorFile
 from hpc.train.job import TrainingJob
 from hpc.train.limit import TimeLimit
 from hpc.train.loader import end_workers
-from hpc.train.loop import Outcome, train
+from hpc.train.loop import Outcome
+from hpc.train.start import train
 from hpc.train.progress import Progress, duration, figure, progress_for
 from hpc.train.stop import Stop
 
