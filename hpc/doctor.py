@@ -2,6 +2,7 @@
 
 python -m hpc.doctor                           on the login node: this cluster, and a site file to start from
 python -m hpc.doctor --site-file FILE          the same, and the site file is written
+python -m hpc.doctor --allocation              inside an allocation: its nodes, GPUs and network, in a table
 python -m hpc.doctor --failed-nodes            which nodes failed your runs lately; --forget NODE ... takes them back
 python -m hpc.doctor --lint FILE.sbatch ...    the classic mistakes of a batch script that was written by hand
 """
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = _parser().parse_args(argv)
         if asked.lint:
             return _lint(asked.lint)
+        if asked.allocation:
+            return _allocation(asked)
         if asked.failed_nodes:
             return _failed_nodes()
         if asked.forget:
@@ -51,6 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=f"python -m {DOOR}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--site-file", type=Path, metavar="FILE", help="write the site file to start from")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings, as for hpc.submit")
+    parser.add_argument("--allocation", action="store_true", help="check the allocation that this stands in")
+    parser.add_argument(
+        "--quick", action="store_true", help="with --allocation: nodes and network alone, without torch"
+    )
+    parser.add_argument(
+        "--limit", type=_seconds, default=120.0, metavar="S", help="with --allocation: the most seconds (default 120)"
+    )
+    parser.add_argument(
+        "--remember", action="store_true", help="with --allocation: later runs leave out nodes that are not fit"
+    )
     parser.add_argument("--failed-nodes", action="store_true", help="show the nodes that failed your runs lately")
     parser.add_argument("--forget", nargs="+", metavar="NODE", help="strike these nodes out of that list")
     parser.add_argument("--lint", nargs="+", type=Path, metavar="FILE", help="name the mistakes in batch scripts")
@@ -97,6 +111,30 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 1 to 3600")
+    return seconds
+
+
+def _allocation(asked: argparse.Namespace) -> int:
+    from hpc.allocation import preflight
+    from hpc.config import load
+
+    loaded = load(command=list(preflight.RANKS), overrides=asked.words)
+    return preflight.report(
+        loaded, limit_s=asked.limit, quick=asked.quick, remember=asked.remember, table=table, tell=_tell
+    )
+
+
+def _tell(line: str) -> None:
+    print(printable(line), flush=True)
 
 
 def _failed_nodes() -> int:

@@ -16,10 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {
     "hpc",
-    *(
-        f"hpc.{name}"
-        for name in ("beats", "command", "config", "errors", "exitcodes", "fields", "ledger", "quantities", "ranks")
-    ),
+    *(f"hpc.{name}" for name in ("beats", "command", "config", "errors", "exitcodes", "fields", "quantities", "ranks")),
+    *(f"hpc.{name}" for name in ("ledger", "lines")),
     *(f"hpc.{name}" for name in ("rules", "rundir", "schema", "slurm", "snapshot", "yamltext")),
 }
 ROOMS = {  # room or door: what it may import besides the standard library, the ground and itself; late imports count too
@@ -44,7 +42,7 @@ ONLY_IN = {  # a package that a room may import, but in one place of it
     "submitit": {"hpc/login/submitter.py"},
     "omegaconf": {"hpc/config.py"},
     "yaml": {"hpc/yamltext.py"},
-    "pynvml": {"hpc/node/cores.py", "hpc/node/gpus.py"},
+    "pynvml": {"hpc/node/cores.py", "hpc/node/gpus.py", "hpc/node/gpuhealth.py"},
     "rich": {"hpc/train/progress.py"},
 }
 CROSSINGS = {  # the only sideways imports, each with its reason

@@ -131,9 +131,11 @@ def agent_environ(step: Step, loaded: Loaded, told: Mapping[str, str]) -> dict[s
 
 
 def start_step(
-    argv: Sequence[str], environ: Mapping[str, str], *, cwd: str | None, local: bool
+    argv: Sequence[str], environ: Mapping[str, str], *, cwd: str | None, local: bool, piped: bool = False
 ) -> subprocess.Popen[bytes]:
     """Start srun, or the agent itself when `local`; it ends when this process dies, however it dies.
+
+    `piped`: this process writes its standard input and reads its standard output.
 
     Raises:
         NeverStarted: it is missing or may not be executed.
@@ -150,7 +152,8 @@ def start_step(
             os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
 
     try:
-        return subprocess.Popen(argv, env=dict(environ), cwd=cwd, stdin=subprocess.DEVNULL, preexec_fn=in_child)
+        stdin, stdout = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, None)
+        return subprocess.Popen(argv, env=dict(environ), cwd=cwd, stdin=stdin, stdout=stdout, preexec_fn=in_child)
     except OSError as error:
         raise NeverStarted(
             f"cannot run {argv[0]}: {error.strerror}; "

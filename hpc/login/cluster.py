@@ -80,7 +80,7 @@ def facts(cluster: Cluster) -> list[tuple[str, str]]:
     signal = "with the job's own signal first" if _sends_user_signal(cluster) else "SIGTERM, not the job's own signal"
     plugins = ["pyxis (srun --container-image)"] if "--container-image" in cluster.config.srun_help else []
     rows = [
-        ("Slurm", settings.get("SLURM_VERSION", "?")),
+        ("Slurm", cluster.config.version),
         ("name", settings.get("ClusterName", "?")),
         ("JobRequeue", settings.get("JobRequeue", "?")),
         ("KillWait", settings.get("KillWait", "?")),
@@ -329,7 +329,7 @@ def site_file(cluster: Cluster) -> str:
     kinds = cluster.config.kinds_of(chosen["PartitionName"]) if chosen else []
     has_gpus = any(site.gpus(kind.gres) for kind in kinds)
     lines = [
-        f"# Cluster {cluster.config.settings.get('ClusterName', '?')}, Slurm {cluster.config.settings.get('SLURM_VERSION', '?')}:"
+        f"# Cluster {cluster.config.settings.get('ClusterName', '?')}, Slurm {cluster.config.version}:"
         " a start, written by hpc.doctor. Use it as",
         "# ~/.config/hpc/site.yaml, /etc/hpc/site.yaml, or the file that HPC_SITE_CONFIG names. All settings: hpc/schema.py",
         "slurm:",

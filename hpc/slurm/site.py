@@ -23,6 +23,10 @@ class SiteConfig:
     srun_help: str = ""
     """What `srun --help` prints: plug-ins of the site add their options to it."""
 
+    @property
+    def version(self) -> str:
+        return self.settings.get("SLURM_VERSION", "?")
+
     def seconds(self, name: str) -> int | None:
         """A setting such as "30 sec" or "0 min" in seconds; None when it is not given in numbers."""
         match = re.match(r"(\d+) *(sec|min)?\b", self.settings.get(name, ""))

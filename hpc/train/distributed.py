@@ -75,11 +75,23 @@ class World:
     def is_rank_zero(self) -> bool:
         return self.info.rank == 0
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, written into `tensor`, on every rank."""
+    def total(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The sum of the ranks' tensors (of those of a group), written into `tensor`, on every rank of it."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
         return tensor
+
+    def group_of(self, value: int) -> dist.ProcessGroup | None:
+        """The group of the ranks that give the same value; every rank comes here. None when there is no group at all."""
+        if self.size == 1:
+            return None
+        values = self.all_gather(value)
+        groups = {
+            wanted: dist.new_group([rank for rank, other in enumerate(values) if other == wanted])
+            for wanted in sorted(set(values))
+        }
+        own = groups[value]
+        return own if isinstance(own, dist.ProcessGroup) else None
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank; it has to be picklable."""
