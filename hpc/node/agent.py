@@ -17,17 +17,19 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.errors import HpcError, printable
-from hpc.node import leftovers, signals
+from hpc.node import clock, leftovers, signals, stacks
 from hpc.node.assembly import Assembly, Go, OthersEnded
 from hpc.node.environment import TaskEnvironment
+from hpc.node.inquest import Inquest
 from hpc.node.meeting import Connection
-from hpc.node.outcome import Failure, first_failure, read_error_file, write_outcome, write_refusal
+from hpc.node.outcome import Failure, first_failure, write_outcome, write_refusal
 from hpc.node.preflight import GpuCheck
 from hpc.node.pulse import LOOK_S, Watch
 from hpc.node.settings import AgentSettings
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
 from hpc.node.starting import Starter, Worker
 from hpc.node.streams import WorkerStream
+from hpc.node.warning import Warnings
 from hpc.node.worker import Start, adopt_orphans, die_with_parent
 from hpc.rundir import BEGAN_VARIABLE, RESTART_VARIABLE, RunDirectory
 
@@ -36,7 +38,6 @@ STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank of a script has 
 ORPHAN_GRACE_S = 3.0  # the same when the launcher has gone
 LISTEN_S = 0.2  # between two looks whether a script has a handler for the warning by now
 REPORT_LIMIT_S = 15.0  # how long agents wait for each other's last reports
-TRACEBACK_LIMIT = 16 * 1024
 
 
 class State(enum.Enum):
@@ -93,8 +94,9 @@ class Agent:
         self._told_over: dict[str, Any] | None = None
         self._signalled: signal.Signals | None = None
         self._settled = False
-        self._unheard: list[tuple[Worker, signal.Signals]] = []  # warnings for scripts that have no handler yet
+        self._unheard = Warnings(at_once=self.starter.target.is_training)
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
+        self.inquest = Inquest(task, self.host_name, self.note)
         self._watch = Watch()
         self._last_step: int | None = None  # the newest one that any worker's heartbeat has told of
         self._parent = os.getppid()
@@ -133,7 +135,7 @@ class Agent:
                 return started
             self.workers.append(started)
         for number in dict.fromkeys(startup.warnings):
-            self._warn(number)
+            self._unheard.send(self.workers, number)
         return None
 
     def _end_before_workers(self, number: signal.Signals) -> None:
@@ -176,6 +178,8 @@ class Agent:
     def watch(self) -> int:
         """Run the loop until every worker of the step has ended; returns the exit code for this task."""
         assert self._signals is not None
+        if self.assembly.guest is not None:
+            self.inquest.clock.ask(self.assembly.guest)
         while not self._finished():
             with selectors.DefaultSelector() as selector:
                 selector.register(self._signals.reader, selectors.EVENT_READ, self._on_signals)
@@ -195,7 +199,7 @@ class Agent:
                     else:
                         key.data(key.fileobj)
             if self._unheard:
-                self._tell_unheard()
+                self._unheard.deliver()
             if self.state is State.RUNNING and (times := self._watch.look()) is not None:
                 self._look_at_workers(*times)
             if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -218,7 +222,7 @@ class Agent:
             if number == signal.SIGCHLD:
                 self._reap()
             elif number in self.warnings and (number != signal.SIGHUP or os.getppid() == self._parent):
-                self._warn(number)
+                self._unheard.send(self.workers, number)
             elif number == signal.SIGHUP and os.getppid() != self._parent:
                 self._end(signal.SIGTERM, ORPHAN_GRACE_S)
             elif number == self._signalled == signal.SIGINT:  # asked twice at the keyboard
@@ -232,25 +236,11 @@ class Agent:
             if worker.code is None:
                 os.kill(worker.pid, number)  # our own child, not yet waited for: the number cannot be another's
 
-    def _warn(self, number: signal.Signals) -> None:
-        """Pass a warning on: to the training core at once, to a script as soon as it has a handler for it."""
-        for worker in self.workers:
-            if worker.code is None:
-                self._unheard.append((worker, number))
-        self._tell_unheard()
-
-    def _tell_unheard(self) -> None:
-        waiting, self._unheard = self._unheard, []
-        for worker, number in waiting:
-            if worker.code is not None:
-                continue
-            if self.starter.target.is_training or signals.has_handler(worker.pid, number):
-                os.kill(worker.pid, number)
-            elif (worker, number) not in self._unheard:
-                self._unheard.append((worker, number))
-
     def _end_for_good(self) -> None:
         """End what still runs because another rank has failed: it is no notice, and the training core takes it for none."""
+        for worker in self.workers:
+            if worker.fault is not None and worker.code is None:
+                os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
         if self.starter.target.is_training:
             self._end(signal.SIGKILL, 1.0)
         else:
@@ -312,46 +302,41 @@ class Agent:
         if worker.code == exitcodes.WANTS_ANOTHER_ATTEMPT:
             self._wait_for_saving()
             return
-        assert worker.code is not None
-        message, trace, moment = read_error_file(worker.error_file) if worker.error_file else ("", "", None)
-        failed_by_itself = bool(message) and worker.ended_by_us
-        failure = Failure(
-            rank=worker.info.rank,
-            host=self.host_name,
-            code=exitcodes.FAILED if failed_by_itself else worker.code,
-            time=moment or time.time(),
-            message=message or exitcodes.describe(worker.code),
-            traceback=trace[-TRACEBACK_LIMIT:],
-            log=str(worker.log or ""),
-            by_us=worker.ended_by_us and not failed_by_itself,
-        )
+        self._tell(self.inquest.ended(worker))
+
+    def _tell(self, failure: Failure) -> None:
         if self.assembly.guest is not None:
             self.assembly.guest.send(failed=failure.to_dict())
         self._add(failure)
 
     def _look_at_workers(self, since_s: float, watched_s: float) -> None:
-        """A worker that is stopped or hangs is ended, and is the cause when the others wait for it in vain."""
+        """A worker that is stopped or hangs is ended, and is the cause when the others wait for it in vain.
+
+        Before that the stacks of all ranks are taken, here and on every node.
+        """
+        faults = []
         for worker in self.workers:
-            if worker.code is not None or worker.fault is not None:
-                continue
-            worker.fault = worker.pulse.fault(worker.pid, since_s, watched_s, self.settings.hang_timeout_s)
-            if worker.fault is not None:
-                beat = worker.pulse.beat()
-                self.note(f"rank {worker.info.rank} {worker.fault}: ending it")
-                failure = Failure(
-                    rank=worker.info.rank,
-                    host=self.host_name,
-                    code=exitcodes.HUNG,
-                    time=time.time() - (beat.age_s if beat is not None else 0.0),  # who was silent first is the cause
-                    message=worker.fault,
-                    log=str(worker.log or ""),
-                    hung=True,
-                )
-                worker.ended_by_us = True
-                os.killpg(worker.pid, signal.SIGKILL)
-                if self.assembly.guest is not None:
-                    self.assembly.guest.send(failed=failure.to_dict())
-                self._add(failure)
+            if worker.code is None and worker.fault is None:
+                worker.fault = worker.pulse.fault(worker.pid, since_s, watched_s, self.settings.hang_timeout_s)
+                if worker.fault is not None:
+                    self.note(f"rank {worker.info.rank} {worker.fault}: ending it")
+                    worker.ended_by_us = True
+                    faults.append(self.inquest.hung(worker))
+        if faults:
+            self._ask_for_stacks()
+        for failure in faults:
+            self._tell(failure)
+
+    def _ask_for_stacks(self) -> None:
+        """The stacks of this task's ranks go to rank zero's agent, which asks the others for theirs."""
+        found = self.inquest.ask(self.workers)
+        if found is None:
+            return
+        if self.assembly.guest is not None:
+            self.assembly.guest.send(stacks=[stack.to_dict() for stack in found])
+        elif self.assembly.host is not None:
+            self.assembly.host.broadcast(stacks=True)
+            self.assembly.host.flush(0.0)
 
     def _steps_seen(self) -> int | None:
         """The newest step that this task's workers and, on rank zero's agent, all others have told of."""
@@ -368,12 +353,14 @@ class Agent:
     def _add(self, failure: Failure) -> None:
         self.failures.append(failure)
         if not self._settled and self.state is not State.ENDING:
+            waiting = any(one.hung for one in self.failures) and not (self.assembly.is_host and self.inquest.complete)
             self._deadline = None
-            self._set_deadline(SETTLE_S)
+            self._set_deadline(stacks.LIMIT_S if waiting else SETTLE_S)
 
     def _settle(self) -> None:
         """Some time after a first failure: name it, and end what still runs, here and everywhere."""
         self._settled = True
+        self.failures = self.inquest.conclude(self.failures)
         first = first_failure(self.failures)
         if self.assembly.host is not None:
             self.assembly.host.broadcast(stop={"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT})
@@ -398,6 +385,10 @@ class Agent:
                     self._end_for_good()
                 elif "over" in message:
                     self._told_over = message["over"]
+                elif "stacks" in message:
+                    self._ask_for_stacks()
+                elif "clock" in message:
+                    self.inquest.clock.hear(message["clock"], self.assembly.guest)
             if gone:
                 silent = self.assembly.guest.silent
                 self.assembly.guest.close()
@@ -408,7 +399,18 @@ class Agent:
     def _hear(self, task: int, message: Mapping[str, Any]) -> None:
         """Rank zero's agent: news of another one."""
         if "failed" in message:
-            self._add(Failure.from_dict(message["failed"]))
+            failure = Failure.from_dict(message["failed"])
+            if failure.hung:
+                self._ask_for_stacks()
+            self._add(failure)
+        elif "stacks" in message:
+            self.inquest.hear(task, message["stacks"])
+            self._ask_for_stacks()
+            if self.inquest.complete and self.failures and not self._settled:
+                self._set_deadline(0.0)
+        elif "clock" in message:
+            assert self.assembly.host is not None
+            clock.answer(self.assembly.host.connections[task], message["clock"])
         elif "ended" in message:
             self._reports[task] = message["ended"]
             step = message["ended"].get("step")
@@ -423,17 +425,7 @@ class Agent:
             self._lost(place[1], place[0], silent=bool(message.get("silent")))
 
     def _lost(self, rank: int, host: str, *, silent: bool) -> None:
-        how = "its node does not answer" if silent else "its node was lost, or the agent was killed"
-        self._add(
-            Failure(
-                rank=rank,
-                host=host,
-                code=exitcodes.UNAVAILABLE,
-                time=time.time(),
-                message=f"the agent on {host} is gone: {how}",
-                silent=silent,
-            )
-        )
+        self._add(self.inquest.lost(rank, host, silent=silent))
 
     def _all_ended(self) -> None:
         self.state = State.OVER
@@ -475,6 +467,7 @@ class Agent:
             self.assembly.host.flush(2.0)
         if self.assembly.is_host:
             self._write_outcome(code, first)
+        self.inquest.write(self.folder, self.assembly.attempt, _number(RESTART_VARIABLE))
         self._clean_up()
         return code
 
@@ -483,9 +476,8 @@ class Agent:
             if first is not None:
                 self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
             return
-        others = sum(1 for failure in self.failures if failure is not first and not failure.by_us)
         try:
-            write_outcome(self.folder, code, first, others=others, last_step=self._steps_seen())
+            write_outcome(self.folder, code, first, self.failures, last_step=self._steps_seen())
         except OSError as error:
             self.note(f"the outcome could not be written: {error}")
 

@@ -19,7 +19,7 @@ from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection, Host, find_host
 from hpc.node.signals import FORWARDED
 from hpc.node.worker import die_with_parent
-from hpc.ranks import RankInfo, Rendezvous
+from hpc.ranks import RankInfo, Rendezvous, ranges
 from hpc.rundir import ATTEMPT_VARIABLE
 from hpc.slurm.nodelist import parse_tasks_per_node
 
@@ -169,7 +169,7 @@ class Assembly:
             ranks = range(task * self.task.workers, (task + 1) * self.task.workers)
             name = self._host_name(self._node_of_task(task)) if block else "unknown"
             by_host.setdefault(name, []).extend(ranks)
-        shown = [f"ranks {_ranges(ranks)} (node {name})" for name, ranks in list(by_host.items())[:8]]
+        shown = [f"ranks {ranges(ranks)} (node {name})" for name, ranks in list(by_host.items())[:8]]
         more = f" and {len(by_host) - 8} more nodes" if len(by_host) > 8 else ""
         return (
             f"rank {self._first_rank} on {socket.gethostname()}: {', '.join(shown)}{more} never arrived within "
@@ -300,15 +300,3 @@ def _compress(counts: list[int]) -> str:
         else:
             groups.append([count, 1])
     return ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in groups)
-
-
-def _ranges(ranks: list[int]) -> str:
-    """ "2,3" for two ranks, "4-7" for more in a row."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    texts = [f"{a}-{b}" if b - a > 1 else ",".join(str(n) for n in range(a, b + 1)) for a, b in parts]
-    return ",".join(texts)

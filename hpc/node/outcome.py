@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.errors import HpcError
+from hpc.ranks import ranges
 
 # What a rank says when another one has gone: a consequence, never the cause.
 SECONDARY = re.compile(
@@ -24,6 +25,9 @@ SECONDARY = re.compile(
 )
 # What torch raises in a rank when one of its data-loader processes was killed: by the kernel for want of memory, mostly.
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid [^)]*\) is killed by signal: ([^.]+)\.")
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+MESSAGE_LIMIT = 500
+GROUPS_LIMIT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Failure:
     host: str
     code: int
     time: float
-    """Seconds since 1970, by the clock of its own node."""
+    """Seconds since 1970, by the clock of rank zero's node."""
     message: str
     traceback: str = ""
     log: str = ""
@@ -44,6 +48,14 @@ class Failure:
     """Ended by its agent because it was stopped or made no step."""
     by_us: bool = False
     """Ended by its agent because another one had failed or a signal had come."""
+    gpu: str | None = None
+    """The rank's GPU, by its name in CUDA_VISIBLE_DEVICES."""
+    step: int | None = None
+    """Steps that the rank had done, as its heartbeat told."""
+    oom: str = ""
+    """What tells that the kernel killed it, or a data-loader process of it, for want of memory."""
+    stacks: str = ""
+    """After a hang: what all ranks did, in one line."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, whether it says no more than that another rank has gone ("peer_gone"), and "loader_killed": what
@@ -88,13 +100,44 @@ def read_error_file(path: Path) -> tuple[str, str, float | None]:
     )
 
 
-def write_outcome(folder: Path, code: int, first: Failure | None, *, others: int, last_step: int | None) -> None:
-    """Tell the controller how the step ended: its code, the first failure, how many others failed by themselves.
+def alike(first: Failure, others: Iterable[Failure]) -> list[dict[str, Any]]:
+    """What the other ranks that failed by themselves say, each text once with its ranks, the most frequent first.
+
+    Numbers do not count: ports, addresses and process ids differ between ranks that fail for one reason.
+    """
+    found: dict[str, list[Failure]] = {}
+    for other in sorted(others, key=lambda failure: failure.rank):
+        text = other.traceback or other.message
+        found.setdefault(_NUMBERS.sub("#", text), []).append(other)
+    same = _NUMBERS.sub("#", first.traceback or first.message)
+    groups = [
+        {
+            "ranks": ranges({one.rank for one in group}),
+            "count": len(group),
+            "message": group[0].message[:MESSAGE_LIMIT],
+            "same": text == same,
+        }
+        for text, group in found.items()
+    ]
+    return sorted(groups, key=lambda group: -int(group["count"]))[:GROUPS_LIMIT]  # type: ignore[call-overload]
+
+
+def write_outcome(
+    folder: Path, code: int, first: Failure | None, failures: Iterable[Failure], *, last_step: int | None
+) -> None:
+    """Tell the controller how the step ended: its code, the first failure, and which others failed by themselves.
 
     Raises:
         OSError: it cannot be written.
     """
-    outcome = {"code": code, "first": first.to_dict() if first else None, "others": others, "last_step": last_step}
+    others = [failure for failure in failures if failure is not first and not failure.by_us]
+    outcome = {
+        "code": code,
+        "first": first.to_dict() if first else None,
+        "others": len(others),
+        "alike": alike(first, others) if first else [],
+        "last_step": last_step,
+    }
     _write_whole(folder, "outcome.json", outcome)
 
 

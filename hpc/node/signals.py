@@ -98,7 +98,7 @@ def release() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def has_handler(pid: int, number: signal.Signals) -> bool:
+def has_handler(pid: int, number: int) -> bool:
     """Whether a process would run a handler of its own for the signal now.
 
     In a new fork the agent's handlers still stand, but the signal is held back. Source: proc_pid_status(5).

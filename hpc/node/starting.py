@@ -20,6 +20,7 @@ from hpc.node.environment import TaskEnvironment
 from hpc.node.pulse import Pulse
 from hpc.node.settings import AgentSettings
 from hpc.node.signals import FORWARDED, SignalPipe
+from hpc.node.stacks import StackMemory
 from hpc.node.streams import WorkerStream, open_log
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start
 from hpc.ranks import RankInfo
@@ -36,6 +37,7 @@ class Worker:
     log_descriptor: int | None
     error_file: Path | None
     pulse: Pulse
+    stacks: StackMemory
     ended_by_us: bool = False
     fault: str | None = None
     """Why its agent has ended it: stopped, or hung."""
@@ -112,14 +114,15 @@ class Starter:
         log = open_log(self._folder, info.rank)
         streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
         error_file = self._folder / f"error-{info.rank}.json" if self._folder is not None and log is not None else None
-        pulse = Pulse()
+        pulse, stacks = Pulse(), StackMemory()
+        shared = {beats.VARIABLE: str(pulse.descriptor), beats.STACKS_VARIABLE: str(stacks.descriptor)}
         start = Start(
             target=self.target,
-            environ={**self._environ(cores, environ, error_file), beats.VARIABLE: str(pulse.descriptor)},
+            environ={**self._environ(cores, environ, error_file), **shared},
             cores=cores,
             stdout=streams[0].writer,
             stderr=streams[1].writer,
-            heartbeat=pulse.descriptor,
+            shared=(pulse.descriptor, stacks.descriptor),
             agent=os.getpid(),
             warnings=self._warnings,
         )
@@ -135,7 +138,7 @@ class Starter:
         for stream in streams:
             stream.close_writer()
         path = self._folder / f"rank-{info.rank}.log" if self._folder is not None and log is not None else None
-        return Worker(info, pid, streams, path, log, error_file, pulse)
+        return Worker(info, pid, streams, path, log, error_file, pulse, stacks)
 
     def _in_worker(
         self, start: Start, fork: bool, pipe: SignalPipe, streams: Sequence[WorkerStream], others: Sequence[Worker]
@@ -148,6 +151,7 @@ class Starter:
             for stream in streams:
                 stream.close()
             for worker in others:
+                worker.stacks.close()
                 if worker.log_descriptor is not None:
                     os.close(worker.log_descriptor)
             if fork:

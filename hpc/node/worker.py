@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from hpc import beats
 from hpc.command import Target
 from hpc.node import signals
 from hpc.node.signals import WARNINGS
@@ -58,8 +59,8 @@ class Start:
     stderr: int
     agent: int
     """The agent's process id."""
-    heartbeat: int = -1
-    """The descriptor of the shared memory that HPC_HEARTBEAT names."""
+    shared: Sequence[int] = ()
+    """The descriptors of what it shares with its agent: see hpc/beats.py."""
 
     warnings: Sequence[signal.Signals] = WARNINGS
     """What must not kill a script that has no handler for it."""
@@ -70,8 +71,8 @@ class Start:
         die_with_parent(self.agent)
         os.dup2(self.stdout, 1)
         os.dup2(self.stderr, 2)
-        if self.heartbeat >= 0:
-            os.set_inheritable(self.heartbeat, True)
+        for descriptor in self.shared:
+            os.set_inheritable(descriptor, True)
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -86,6 +87,7 @@ class Start:
         os.environ.update(self.environ)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        beats.show_stacks_on_request()
         _reseed(int(self.environ.get("OMP_NUM_THREADS", "0") or 0))
         keep_ended_groups()
         try:

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 import torch.distributed
 
 from hpc import exitcodes
+from hpc.beats import show_stacks_on_request
 from hpc.config import Loaded, load, load_text
 from hpc.errors import ConfigError, HpcError, report
 from hpc.ranks import from_environ
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get(WORKDIR_VARIABLE):
         os.chdir(os.environ[WORKDIR_VARIABLE])
     notices = notice.listen()
+    show_stacks_on_request()
     rank = int(os.environ["RANK"]) if os.environ.get("RANK", "").isdigit() else 0
     errors = ErrorFile(rank)
     progress = progress_for(rank, os.environ.get("HPC_TERMINAL") == "1" or sys.stdout.isatty())

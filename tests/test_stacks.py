@@ -1,0 +1,147 @@
+"""Stacks at a hang: what every rank does is asked for on every node before anybody is ended, and says who the cause is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from steps import Step, step_environ
+
+from hpc.node.stacks import Stack, culprits, groups_of, main_frames, waits, words_of
+
+LOADER = """
+import os, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+from hpc.beats import beat
+
+class Numbers:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 9 and os.environ["RANK"] == "2":
+            time.sleep(600)
+        return index
+
+dist.init_process_group("gloo")
+for batch in DataLoader(Numbers(), num_workers=1 if os.environ["RANK"] == "2" else 0):
+    dist.all_reduce(torch.ones(1))
+    beat()
+"""
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[Step]:
+    with Step(tmp_path) as running:
+        yield running
+
+
+def environ_of(step: Step, task: int = 0, *, tasks_per_node: tuple[int, ...] = (1, 1)) -> dict[str, str]:
+    """As the controller would start an agent: with a run directory and an attempt's folder."""
+    (step.folder / "run" / "attempt-0").mkdir(parents=True, exist_ok=True)
+    environ = step_environ(task, tasks_per_node=tasks_per_node)
+    return {**environ, "HPC_RUN_DIR": str(step.folder / "run"), "HPC_ATTEMPT": "0", "HPC_SECRET": "s" * 32}
+
+
+def outcome_of(step: Step) -> dict[str, object]:
+    return json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_rank_in_the_loader_is_the_cause_and_not_those_that_wait_for_it(step: Step) -> None:
+    """Three ranks of two nodes are in a collective, whose C code does not let Python's own handlers run."""
+    (step.folder / "train.py").write_text(LOADER)
+    arguments = ("--workers-per-node", "2", "--allow-loopback", "--hang-timeout", "6", "--", "train.py")
+    for task in range(2):
+        step.agent(environ_of(step, task), *arguments)
+    ended = step.ends()
+    assert [one.code for one in ended] == [124, 124], [one.stderr for one in ended]
+    first = outcome_of(step)["first"]
+    assert isinstance(first, dict)
+    line = (
+        LOADER.split("\n").index(
+            'for batch in DataLoader(Numbers(), num_workers=1 if os.environ["RANK"] == "2" else 0):'
+        )
+        + 1
+    )
+    waiting = f"3 ranks (0,1,3) in all_reduce at train.py:{line + 1}"
+    assert first["stacks"] == f"{waiting}; rank 2 in DataLoader next at train.py:{line}", ended[0].stderr
+    assert first["rank"] == 2 and first["hung"] is True and first["message"].startswith("hung")
+    assert f'train.py", line {line}, in <module>' in first["traceback"] and "hpc/node" not in first["traceback"]
+    folder = step.folder / "run" / "attempt-0" / "stacks"
+    assert sorted(path.name for path in folder.iterdir()) == [*(f"rank-{n}.txt" for n in range(4)), "summary.txt"]
+    assert "most recent call first" in (folder / "rank-3.txt").read_text()
+    assert waiting in (folder / "summary.txt").read_text()
+    assert step.gone(10), step.left()
+
+
+@pytest.mark.slow
+def test_what_a_stopped_worker_did_is_said_by_the_kernel_and_the_others_show_their_stacks(step: Step) -> None:
+    """A script of its own handlers and without a beat; a worker that is no fork is asked for nothing that would end it."""
+    (step.folder / "wait.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda n, f: None)\n"
+        "def idle():\n    time.sleep(300)\n"
+        "print('pid', os.getpid(), flush=True)\nidle()\n"
+    )
+    step.agent(environ_of(step, tasks_per_node=(1,)), "--workers-per-node", "2", "--", "wait.py")
+    step.wait_for("[rank 0] pid")
+    step.wait_for("[rank 1] pid")
+    os.kill(int(step.text().split("[rank 1] pid ")[1].split()[0]), signal.SIGSTOP)
+    (ended,) = step.ends()
+    first = outcome_of(step)["first"]
+    assert isinstance(first, dict) and ended.code == 124, ended.stderr
+    assert first["rank"] == 1 and first["message"].startswith("stopped (as by SIGSTOP) for ")
+    assert first["stacks"] == "rank 0 in idle at wait.py:4; rank 1 stopped by a signal"
+    text = (step.folder / "run" / "attempt-0" / "stacks" / "rank-1.txt").read_text()
+    assert "state T (stopped)" in text and "system call" in text
+
+
+DUMP = """\
+Thread 0x00007f8a276c46c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 975 in run
+  File "/usr/lib/python3.11/threading.py", line 995 in _bootstrap
+
+Current thread 0x00007f8a27983040 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2501 in all_reduce
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/you/project/loop.py", line 120 in <module>
+  File "/home/you/toolkit/hpc/node/worker.py", line 190 in run_as_main
+  File "/home/you/toolkit/hpc/node/__main__.py", line 30 in main
+"""
+
+
+def test_the_words_name_the_call_and_the_line_that_is_the_users() -> None:
+    frames = main_frames(DUMP)
+    assert [frame.function for frame in frames] == ["all_reduce", "wrapper", "<module>"]
+    assert words_of(frames) == "in all_reduce at loop.py:120" and waits(words_of(frames))
+    assert words_of(main_frames("nothing")) == "with no Python stack"
+    assert words_of(frames[:1]) == "in all_reduce at distributed_c10d.py:2501"
+    assert words_of(frames[2:]) == "in <module> at loop.py:120" and not waits("in <module> at loop.py:120")
+    assert waits("in backward at loop.py:3") and not waits("in backwards at loop.py:3")
+
+
+def stack(rank: int, words: str) -> Stack:
+    return Stack(rank=rank, host="n1", words=words, waits=waits(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "guilty"),
+    [
+        (["in all_reduce at a:1"] * 3 + ["in DataLoader next at a:2"], (3,)),
+        (["in DataLoader next at a:2", "in all_reduce at a:1"], (0,)),  # whoever has the majority
+        (["in all_reduce at a:1", "in read at d:5", "in read at d:5"], (1, 2)),
+        (["in backward at a:9", "in barrier at a:7", "in backward at a:9"], (1,)),  # ranks that took different ways
+        (["in item at a:4", "in item at a:4", "in load at d:5"], (2,)),
+        (["in all_reduce at a:1"] * 4, ()),
+        (["in load at d:5", "in item at a:4"], ()),
+    ],
+)
+def test_the_cause_is_who_does_not_wait(words: list[str], guilty: tuple[int, ...]) -> None:
+    stacks = [stack(rank, text) for rank, text in enumerate(words)]
+    assert culprits(groups_of(stacks)) == guilty
+    assert Stack.from_dict(json.loads(json.dumps(stacks[0].to_dict()))) == stacks[0]
