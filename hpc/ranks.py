@@ -6,7 +6,7 @@ Source of the names: PyTorch's documentation, "torchrun (Elastic Launch)", "Envi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hpc.errors import EnvironmentMismatch
@@ -94,6 +94,18 @@ def from_environ(environ: Mapping[str, str] | None = None) -> RankInfo:
         nodes=_number(env, "GROUP_WORLD_SIZE", -(-world_size // local_world_size)),
         device_index=int(device) if device.isdigit() else None,
     )
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """ "2,3" for two ranks, "4-7" for more in a row."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [f"{a}-{b}" if b - a > 1 else ",".join(str(n) for n in range(a, b + 1)) for a, b in parts]
+    return ",".join(texts)
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
