@@ -9,6 +9,7 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -306,16 +307,18 @@ def races(bench: Bench) -> Iterator[Row]:
     expected_s = len(ours.hits) * cold_s + killed * race.SAVE_S / 2 + queued["ours"] * wait_s
     bound, share = 1 - expected_s / ours.seconds, ours.steps * step_s / ours.seconds
     told = (
-        f"{len(ours.hits)} faults ({', '.join(_hit(hit) for hit in ours.hits)}); of the time {share:.3f} went into steps "
+        f"{len(ours.hits)} faults ({', '.join(map(_hit, ours.hits))}); of the time {share:.3f} went into steps "
         f"that last; the bound is {bound:.3f} with a cold start of {cold_s:.1f} s, {wait_s:.1f} s of Slurm's, and half of "
         f"{race.SAVE_S:.0f} s between saves after a kill"
     )
+    for name, result in found.items():
+        print(f"{name}: {result.steps} steps; {', '.join(map(_hit, result.hits))}", file=sys.stderr)
     what = f"{minutes} {RACE}: share of the time in steps that last"
     yield Row(what=what, against="the bound, over ours", ratio=bound / share, goal=1 / 0.95, reason=told)
     lost = {name: result.lost_s(step_s) - queued[name] * wait_s for name, result in found.items()}
     for rival in ("torchrun", "submitit"):
         theirs = found[rival]
-        reason = f"ours: {told}; {rival}: {', '.join(_hit(hit) for hit in theirs.hits)}"
+        reason = f"ours: {told}; {rival}: {', '.join(map(_hit, theirs.hits))}"
         yield Row(
             what=f"{minutes} {RACE}: time lost, less Slurm's wait",
             against=f"{rival}, a save each {race.SAVE_S:.0f} s",
