@@ -78,7 +78,8 @@ class LaunchConfig:
     """Seconds that workers have between a forwarded SIGTERM and SIGKILL. A step that still runs gets that SIGTERM so long, and
     8 s more, before the time limit, so that the job can be requeued in time."""
     max_restarts: int = 3
-    """How often workers that were killed, lost or never started are started again inside one allocation."""
+    """How often workers that were killed, lost or never started are started again inside one allocation; a step that is kept
+    gives the whole number back, and such a restart comes without a pause."""
     retry_failures: int = 0
     """How often a program that failed by itself (an exception, an exit code) is started again inside one allocation."""
     hang_timeout_s: float = 600.0

@@ -13,9 +13,13 @@ from steps import ROOT, Step, send
 
 from hpc.allocation import allocation as allocations
 from hpc.allocation.allocation import Allocation
+from hpc.allocation.controller import Controller
+from hpc.allocation.policy import Decision
 from hpc.allocation.step import agent_command, plan_step, step_command
+from hpc.allocation.verdict import End
 from hpc.config import Loaded
 from hpc.errors import EnvironmentMismatch
+from hpc.rundir import RunDirectory
 from hpc.schema import Config, LaunchConfig
 
 STUBS = ROOT / "tests" / "fake_slurm" / "bin"
@@ -149,6 +153,24 @@ def test_a_local_run_needs_no_srun() -> None:
     assert argv[0] == "/python" and "--workers-per-node=2" in argv
 
 
+def test_a_step_that_is_kept_gives_the_budget_of_restarts_back(tmp_path: Path) -> None:
+    run_dir = RunDirectory.create(tmp_path, "run")
+    control = Controller(Allocation(), loaded((), max_restarts=1), run_dir)
+    control.folder.mkdir()
+
+    def killed(kept: int) -> Decision:
+        control._clear_for_start()
+        (run_dir.checkpoints / f"step-{kept}").mkdir(parents=True, exist_ok=True)
+        (run_dir.checkpoints / f"step-{kept}" / "manifest.json").touch()
+        decision = control._decide(End(code=137, started=True, reported=True))
+        control.restarts += 1
+        return decision
+
+    told = [killed(kept) for kept in (10, 20, 30, 30)]
+    assert [decision.action.value for decision in told] == ["again", "again", "again", "fail"]
+    assert all("restart 1 of 1" in decision.reason and decision.pause_s == 0 for decision in told[:3])
+
+
 # ---- with stand-ins for Slurm ----------------------------------------------------------------------------------------
 
 
@@ -162,6 +184,7 @@ def batch_environ(folder: Path, **changes: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "HPC_SITE_CONFIG": "",
         "FAKE_SLURM_LOG": str(folder / "calls.jsonl"),
+        "XDG_STATE_HOME": str(folder / "state"),
         "FAKE_SLURM_GPUS": "2",
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -69,7 +69,8 @@ class Controller:
         self.is_batch = True
         self._noted_end = False
         self.restarts = self.retried = 0
-        self.steps_from = 0
+        self.forgiven = 0  # restarts before a step that was kept
+        self.steps_from = self._start_from = 0
         self.began = time.monotonic()
         self.start_began = time.time()
         self._running: RunningStep | None = None
@@ -98,7 +99,7 @@ class Controller:
             decision = self._decide(end)
             if decision.action is Action.AGAIN:
                 self._tell(end)
-                complain(f"{decision.reason}, in {decision.pause_s:g} s")
+                complain(f"{decision.reason}, {f'in {decision.pause_s:g} s' if decision.pause_s else 'at once'}")
                 if self._pause(decision.pause_s):
                     self.retried += decision.is_retry
                     self.restarts += not decision.is_retry
@@ -239,6 +240,7 @@ class Controller:
         for path in (self.folder / "outcome.json", *self.folder.glob("error-*.json")):
             path.unlink(missing_ok=True)
         self._events_before = sum(1 for _ in self.run_dir.events())
+        self._start_from, _ = newest_checkpoint(self.run_dir)
         if (self.allocation.attempt or self.restart) and not self.loaded.config.command:
             if newest_checkpoint(self.run_dir)[1] is None:
                 start = f"attempt {self.allocation.attempt}" + (f", restart {self.restart}" if self.restart else "")
@@ -278,6 +280,9 @@ class Controller:
         if end.code == exitcodes.DONE:
             return Decision(action=Action.DONE, reason="finished")
         allocation, first, steps = self.allocation, end.first or {}, self._steps()
+        progress = (steps["steps_to"] or 0) > self._start_from and not self.loaded.config.command
+        if progress:
+            self.forgiven = self.restarts
         facts = self._facts()
         ending = Ending(
             code=end.code,
@@ -302,7 +307,8 @@ class Controller:
             seconds=time.monotonic() - self.began,
             stalled=stalled_attempts(self.run_dir.events(), allocation.job_id, allocation.attempt),
             attempt=allocation.attempt,
-            restarts=self.restarts,
+            progress=progress,
+            restarts=self.restarts - self.forgiven,
             retried=self.retried,
             time_left_s=self._time_left(),
         )
