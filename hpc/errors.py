@@ -9,6 +9,7 @@ HpcError                      exit code
 │   └── NodelistError         78   a host list that Slurm would refuse
 ├── RendezvousError           69   ranks that did not find each other
 ├── NeverStarted              69   a job step or worker that could not be started
+│   └── UnfitNode             69   a node on which no worker is worth a try
 └── SlurmCommandError         1    a Slurm command that failed, hung or is missing
 """
 
@@ -63,6 +64,10 @@ class NeverStarted(HpcError):
     """A job step or a worker that could not be started at all, as against one that failed."""
 
     exit_code = exitcodes.UNAVAILABLE
+
+
+class UnfitNode(NeverStarted):
+    """A node on which no worker is worth a try: it is left out of the next attempt."""
 
 
 class SlurmCommandError(HpcError):

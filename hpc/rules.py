@@ -22,6 +22,7 @@ CHOICES = {
     "slurm.gpu_request": ("gpus-per-node", "gres"),
     "launch.layout": ("task-per-node", "task-per-gpu"),
     "launch.code": ("snapshot", "live"),
+    "launch.preflight": ("quick", "full"),
 }
 
 RANGES: dict[str, tuple[float, float]] = {

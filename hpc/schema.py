@@ -88,6 +88,9 @@ class LaunchConfig:
     resubmit: bool | None = None
     """Where the job may not be requeued, send a new one that goes on with the run, once after each attempt: null does so when the
     site forbids it, true also with slurm.requeue=false, false never (the command is printed)."""
+    preflight: str = "quick"
+    """"quick": each agent looks at its own node while it imports torch, at no cost; "full": before the first start in each
+    allocation all of `hpc.doctor --allocation`, a minute or two; the job goes back into the queue without nodes that are not fit."""
     code: str = "snapshot"
     """"snapshot": jobs run the code as it was at submission; "live": as it is when the job starts (changes are named)."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from steps import ROOT
-from test_controller import batch_environ
+from test_controller import STUBS, batch_environ
 
 RUNNING = "JobId=7 JobName=x\n   JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1\n   PreemptTime=None\n"
 ONE = {
@@ -223,6 +225,32 @@ def test_a_node_that_was_lost_is_left_out_of_the_next_attempt(tmp_path: Path) ->
     again = Controller(tmp_path, *script[:4], "true", **{**environ, "SLURM_RESTART_COUNT": "1"})
     again.ends()
     assert "attempt 1 runs on n2 again, lost in attempt 0" in again.text
+
+
+@pytest.mark.slow
+def test_x14_a_node_that_is_not_fit_is_left_out_and_remembered_and_attempts_are_limited(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0000:07:00.0: Unknown Error'\nexit 15\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    (answers / "sinfo").write_text(f"{host}|allocated|gpu:1|x\nn8|idle|gpu:1|x\nn9|idle|gpu:1|x\n")
+    environ = {"SLURM_JOB_NODELIST": host, "FAKE_SLURM_ANSWERS": str(answers)}
+    environ["PATH"] = f"{tmp_path}:{STUBS}:{os.environ['PATH']}"
+    for attempt in range(3):  # Slurm gives it the same node again and again
+        show = RUNNING.replace("Requeue=1", "Requeue=1 Partition=low ExcNodeList=(null) ReqNodeList=(null)")
+        show = show.replace("Restarts=0", f"Restarts={attempt}")
+        job = Controller(
+            tmp_path, "--", "true", SLURM_RESTART_COUNT=str(attempt), FAKE_SCONTROL_SHOW_STDOUT=show, **environ
+        )  # fmt: skip
+        assert job.ends() == (75 if attempt < 2 else 69), job.text
+        job.out.write_text("")
+    assert f"node {host} is unhealthy: nvidia-smi -L ended with 15" in job.text and "made no step" in job.text
+    assert job.decisions() == ["requeue", "requeue", "fail"]
+    calls = [json.loads(line)["argv"] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert calls.count(["update", "JobId=7", f"ExcNodeList={host}"]) == 2
+    lines = (tmp_path / "state" / "hpc" / "failed-nodes.jsonl").read_text().splitlines()
+    assert [(one["node"], one["why"], one["job_id"]) for one in map(json.loads, lines)] == [(host, "not fit", "7")] * 3
 
 
 @pytest.mark.slow

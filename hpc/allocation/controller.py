@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hpc import exitcodes
+from hpc.allocation import badnodes, preflight
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.history import lost_hosts, newest_checkpoint, stalled_attempts
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide, made_steps
@@ -34,6 +35,7 @@ from hpc.command import target_of
 from hpc.config import Loaded
 from hpc.errors import NodelistError, SlurmCommandError, printable
 from hpc.rundir import (
+from hpc.ledger import Failure
     ATTEMPT_VARIABLE,
     BEGAN_VARIABLE,
     END_TIME_VARIABLE,
@@ -95,7 +97,10 @@ class Controller:
         self._tell_lost_hosts()
         while True:
             self._clear_for_start()
-            end = self._note_end(self.start_and_wait())
+            refused = (
+                self.loaded.config.launch.preflight == "full" and not self.restart and self._refused_by_preflight()
+            )
+            end = self._note_end(exitcodes.UNAVAILABLE if refused else self.start_and_wait())
             decision = self._decide(end)
             if decision.action is Action.AGAIN:
                 self._tell(end)
@@ -193,9 +198,11 @@ class Controller:
         self._noted_end = True
         requeued = facts.restarts is not None and facts.restarts > self.allocation.restarts
         lost = self._down_nodes() if requeued and self.allocation.nodes > 1 else ()
-        without = exclude(self.allocation, lost, say=complain)() if lost else ()
+        badnodes.write_down(self.allocation, dict.fromkeys(lost, "lost"), say=complain)
+        failed = self._failed_before() if requeued else ()
+        without = exclude(self.allocation, lost, failed, say=complain)() if lost or failed else ()
         if without:
-            self.say(f"Slurm has requeued the job without {', '.join(lost)}")
+            self.say(f"Slurm has requeued the job without {', '.join(without)}")
         self.run_dir.append_event(
             "ending",
             attempt=self.allocation.attempt,
@@ -335,6 +342,8 @@ class Controller:
             complain(f"Slurm cannot be asked for this job's state: {error}")
             return JobFacts()
 
+        why = "not fit" if first.get("unfit") else "lost"
+        badnodes.write_down(allocation, dict.fromkeys(ending.lost_nodes, why), say=complain)
     def _lost_nodes(self, end: End) -> tuple[str, ...]:
         """Nodes of the allocation that Slurm has given up or that are silent, when an agent or its node has gone."""
         gone = end.started and (not end.reported or end.code == exitcodes.UNAVAILABLE)
@@ -360,6 +369,8 @@ class Controller:
         self._undelivered.clear()
         return self._notice is None and not self._keyboard
 
+        if not self.step.local and (end.first or {}).get("unfit"):
+            return _named(str((end.first or {})["host"]).split(","), self.allocation.node_list)
     def _tell(self, end: End) -> None:
         heard = self._heard.name if self._heard else None
         tell(end, attempt=self.allocation.attempt, restart=self.restart, folder=self.folder, heard=heard)
@@ -372,6 +383,12 @@ class Controller:
         if decision.action is Action.REQUEUE:
             if not saved:
                 self._tell(end)
+    def _refused_by_preflight(self) -> bool:
+        return preflight.refuses(self.allocation, self.loaded, self.folder, say=self.say, complain=complain)
+
+    def _failed_before(self) -> Sequence[Failure]:
+        return badnodes.known(self.loaded.config.slurm.exclude_failed_h)
+
             return self._come_back(decision)
         plain = end.started and not self.restart and not (self._notice or self._keyboard)
         if saved or not plain or end.code == exitcodes.UNAVAILABLE:
@@ -392,7 +409,8 @@ class Controller:
             self.say(f"{headline}; go on with: {continuation(self.allocation, self.loaded, self.run_dir)}")
             return again
         signals = self._signals
-        act = exclude(self.allocation, decision.exclude, say=complain) if decision.exclude else tuple
+        failed = self._failed_before()
+        act = exclude(self.allocation, decision.exclude, failed, say=complain) if decision.exclude or failed else tuple
         outcome = requeue(self.allocation, say=complain)
         if outcome is Requeued.QUEUED:
             without = act()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc import exitcodes
 from hpc.allocation import allocation as allocations
 from hpc.allocation import badnodes, checkup, fitness
+from hpc.allocation.allocation import Allocation
 from hpc.allocation.checkup import RANKS as RANKS
 from hpc.config import Loaded
-from hpc.errors import UsageError
+from hpc.errors import NeverStarted, UsageError
+from hpc.rundir import write_private
+
+LIMIT_S = 120.0
+"""The most that the check before the first start may take."""
 
 Table = Callable[[Sequence[Sequence[str]]], Sequence[str]]
 
@@ -54,3 +61,39 @@ def report(
     elif unfit:
         tell(f"to leave them out: --exclude={','.join(unfit)}, or --remember for a day")
     return exitcodes.FAILED if findings or checked.notes else exitcodes.DONE
+
+
+def refuses(
+    allocation: Allocation,
+    loaded: Loaded,
+    folder: Path,
+    *,
+    say: Callable[[str], None],
+    complain: Callable[[str], None],
+) -> bool:
+    """Check the allocation before the first start; True when a node is not fit.
+
+    Why is then noted in the attempt's folder, as a task's own refusal would be. A check that itself cannot be made
+    refuses nothing.
+    """
+    try:
+        checked = checkup.check(allocation, loaded, folder / "preflight", limit_s=LIMIT_S, say=say)
+    except (OSError, NeverStarted) as error:
+        complain(f"warning: no preflight: {error}")
+        return False
+    findings = fitness.judge(checked)
+    for line in (*checkup.overall(checked), *(f"{finding.node}: {finding.what}" for finding in findings)):
+        say(f"preflight: {line}")
+    unfit = fitness.unfit(findings)
+    if not unfit:
+        return False
+    message = f"not fit: {'; '.join(f'{node}: {what}' for node, what in unfit.items())}"
+    facts = {
+        "rank": -1,
+        "host": ",".join(unfit),
+        "code": exitcodes.UNAVAILABLE,
+        "time": time.time(),
+        "message": message,
+    }
+    write_private(folder / "error-task-preflight.json", json.dumps({**facts, "unfit": True}))
+    return True

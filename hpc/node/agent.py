@@ -116,7 +116,9 @@ class Agent:
         self.assembly.open()
         cores = self.starter.shares()
         fork = self.starter.preload(len(cores[0]))
-        check.verdict()
+        for line in check.verdict():
+            self.note(line)
+        self.tidy.wait_for_gpus()
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)

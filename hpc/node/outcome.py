@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc.errors import HpcError
+from hpc.errors import HpcError, UnfitNode
 from hpc.ranks import ranges
 
 # What a rank says when another one has gone: a consequence, never the cause.
@@ -144,6 +144,7 @@ def write_outcome(
 def write_refusal(folder: Path, task_rank: int, host: str, error: HpcError) -> None:
     """Tell the controller why a task cannot start; its line on the screen is there also where this cannot be written."""
     facts = {"rank": -1, "host": host, "code": error.exit_code, "time": time.time(), "message": str(error)}
+    facts["unfit"] = isinstance(error, UnfitNode)
     with contextlib.suppress(OSError):
         _write_whole(folder, f"error-task-{task_rank}.json", facts)
 
