@@ -34,8 +34,8 @@ from hpc.allocation.verdict import End, complain, read_end, tell
 from hpc.command import target_of
 from hpc.config import Loaded
 from hpc.errors import NodelistError, SlurmCommandError, printable
-from hpc.rundir import (
 from hpc.ledger import Failure
+from hpc.rundir import (
     ATTEMPT_VARIABLE,
     BEGAN_VARIABLE,
     END_TIME_VARIABLE,
@@ -320,6 +320,8 @@ class Controller:
             time_left_s=self._time_left(),
         )
         decision = decide(ending, self.limits)
+        why = "not fit" if first.get("unfit") else "lost"
+        badnodes.write_down(allocation, dict.fromkeys(ending.lost_nodes, why), say=complain)
         self.run_dir.append_event(
             "decided",
             attempt=allocation.attempt,
@@ -342,11 +344,11 @@ class Controller:
             complain(f"Slurm cannot be asked for this job's state: {error}")
             return JobFacts()
 
-        why = "not fit" if first.get("unfit") else "lost"
-        badnodes.write_down(allocation, dict.fromkeys(ending.lost_nodes, why), say=complain)
     def _lost_nodes(self, end: End) -> tuple[str, ...]:
         """Nodes of the allocation that Slurm has given up or that are silent, when an agent or its node has gone."""
         gone = end.started and (not end.reported or end.code == exitcodes.UNAVAILABLE)
+        if not self.step.local and (end.first or {}).get("unfit"):
+            return _named(str((end.first or {})["host"]).split(","), self.allocation.node_list)
         if self.step.local or not gone or self.allocation.nodes < 2 or not self.allocation.node_list:
             return ()
         first = end.first or {}
@@ -359,6 +361,12 @@ class Controller:
         except SlurmCommandError:
             return ()
 
+    def _refused_by_preflight(self) -> bool:
+        return preflight.refuses(self.allocation, self.loaded, self.folder, say=self.say, complain=complain)
+
+    def _failed_before(self) -> Sequence[Failure]:
+        return badnodes.known(self.loaded.config.slurm.exclude_failed_h)
+
     def _pause(self, seconds: float) -> bool:
         """Wait; False as soon as a notice came or somebody stopped it."""
         deadline = time.monotonic() + seconds
@@ -369,8 +377,6 @@ class Controller:
         self._undelivered.clear()
         return self._notice is None and not self._keyboard
 
-        if not self.step.local and (end.first or {}).get("unfit"):
-            return _named(str((end.first or {})["host"]).split(","), self.allocation.node_list)
     def _tell(self, end: End) -> None:
         heard = self._heard.name if self._heard else None
         tell(end, attempt=self.allocation.attempt, restart=self.restart, folder=self.folder, heard=heard)
@@ -383,12 +389,6 @@ class Controller:
         if decision.action is Action.REQUEUE:
             if not saved:
                 self._tell(end)
-    def _refused_by_preflight(self) -> bool:
-        return preflight.refuses(self.allocation, self.loaded, self.folder, say=self.say, complain=complain)
-
-    def _failed_before(self) -> Sequence[Failure]:
-        return badnodes.known(self.loaded.config.slurm.exclude_failed_h)
-
             return self._come_back(decision)
         plain = end.started and not self.restart and not (self._notice or self._keyboard)
         if saved or not plain or end.code == exitcodes.UNAVAILABLE:
