@@ -92,14 +92,15 @@ def launch(arguments: argparse.Namespace) -> int:
             files=arguments.config,
             overrides=[word for word in arguments.words if "=" in word],
         )
-    given, shared = arguments.run_dir or loaded.config.run_dir, loaded.config.run_root_shared
+    given, local = arguments.run_dir or loaded.config.run_dir, arguments.local
+    shared = loaded.config.run_root_shared or (local and prepared is not None)  # hpc.submit --local has looked
     if given is not None:
-        run_dir = RunDirectory.make(Path(given), shared=shared)
+        run_dir = RunDirectory.make(Path(given), shared=shared, local=local)
         if allocation.array_index is not None:
             run_dir = RunDirectory.create(run_dir.path, "array", allocation.array_index, shared=shared)
     else:
         root, name = Path(loaded.config.run_root), directory_name(run_name(loaded.config))
-        run_dir = RunDirectory.create(root, name, allocation.run_id or None, shared=shared)
+        run_dir = RunDirectory.create(root, name, allocation.run_id or None, shared=shared, local=local)
     if not run_dir.config_file.exists():
         write_private(run_dir.config_file, loaded.to_yaml())
     if allocation.job_id:

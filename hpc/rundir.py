@@ -21,6 +21,7 @@ import pwd
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,9 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
 
     @classmethod
-    def create(cls, root: Path, name: str, run_id: str | None = None, *, shared: bool = False) -> RunDirectory:
+    def create(
+        cls, root: Path, name: str, run_id: str | None = None, *, shared: bool = False, local: bool = False
+    ) -> RunDirectory:
         """Make `root/name-run_id` (a new unique id when None) and return it; an existing one of ours is opened.
 
         Folders that are missing on the way are made 0700, too.
@@ -72,7 +75,7 @@ class RunDirectory:
         for tries_left in reversed(range(_TRIES)):
             path = Path(os.path.abspath(root)) / f"{name}-{run_id or new_run_id()}"
             try:
-                return cls.make(path, fresh=run_id is None, shared=shared)
+                return cls.make(path, fresh=run_id is None, shared=shared, local=local)
             except RunDirectoryError as error:
                 drawn = run_id is None and isinstance(error.__context__, FileExistsError) and path.is_dir()
                 if not (drawn and tries_left):  # else somebody drew the same id in the same second
@@ -80,7 +83,7 @@ class RunDirectory:
         raise AssertionError("the last try returns or raises")
 
     @classmethod
-    def make(cls, path: Path, *, fresh: bool = False, shared: bool = False) -> RunDirectory:
+    def make(cls, path: Path, *, fresh: bool = False, shared: bool = False, local: bool = False) -> RunDirectory:
         """Make the run directory at `path`, and the folders on the way to it, and return it; one of ours is opened.
 
         Raises:
@@ -88,7 +91,7 @@ class RunDirectory:
         """
         path = Path(os.path.abspath(path))
         if not shared:
-            _check_way(path)
+            _check_way(path, local=local)
         try:
             make_folders(path.parent)
             path.mkdir(mode=0o700, exist_ok=not fresh)
@@ -96,21 +99,22 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"cannot make the run directory {path}: {error.strerror or error}; give another place with run_root=DIR"
             ) from None
-        return cls.open(path, shared=shared)
+        return cls.open(path, shared=shared or local)
 
     @classmethod
-    def open(cls, path: Path, *, shared: bool = False) -> RunDirectory:
+    def open(cls, path: Path, *, shared: bool = False, local: bool = False) -> RunDirectory:
         """The run directory at `path`, after a check that nobody else can have put things into it, or it into its place.
 
         On the way to it, links and folders may be root's or this user's, and nobody else may write in the folders (in
-        sticky ones, such as /tmp, everybody may). `shared` (run_root_shared) lets everything pass on the way.
+        sticky ones, such as /tmp, everybody may). `shared` (run_root_shared) lets everything pass on the way; of a `local`
+        run, which stays with who has started it, folders that others may write in are only warned of.
 
         Raises:
             RunDirectoryError: not a directory, a link, owned by somebody else, writable by others, or below such.
         """
         path = Path(os.path.abspath(path))
         if not shared:
-            _check_way(path)
+            _check_way(path, local=local)
         try:
             status = os.lstat(path)
         except OSError as error:
@@ -221,20 +225,20 @@ def check_own(path: Path) -> None:
         )
 
 
-def _check_way(path: Path) -> None:
+def _check_way(path: Path, *, local: bool) -> None:
     """Follow the way to a path, link by link, and refuse what somebody else could exchange. What is missing ends it.
 
     Raises:
         RunDirectoryError: names the link or the folder, whose it is, and what to do.
     """
     here, ahead, links = Path("/"), list(reversed(path.parent.parts[1:])), 0
-    _check_on_way(here, path)
+    _check_on_way(here, path, local=local)
     while ahead:
         part = ahead.pop()
         if part == "..":
             here = here.parent
             continue
-        if not _check_on_way(here / part, path):
+        if not _check_on_way(here / part, path, local=local):
             return
         if not os.path.islink(here / part):
             here /= part
@@ -248,23 +252,28 @@ def _check_way(path: Path) -> None:
         ahead += reversed([name for name in target.parts if name != "/"])
 
 
-def _check_on_way(entry: Path, path: Path) -> bool:
+def _check_on_way(entry: Path, path: Path, *, local: bool) -> bool:
     """Check one link or folder on the way to a path; False when it is not there (yet)."""
     try:
         status = os.lstat(entry)
     except OSError:
         return False
+    warn = False
     if status.st_uid not in (0, os.geteuid()) and not _stands_for_root(status.st_uid):
         fault = f"belongs to user id {status.st_uid}"
     elif not stat.S_ISLNK(status.st_mode) and not status.st_mode & stat.S_ISVTX and _others_may_write(status):
-        fault = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
+        fault, warn = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})", local
     else:
         return True
     what = "link" if stat.S_ISLNK(status.st_mode) else "folder"
-    raise RunDirectoryError(
+    message = (
         f"run directory {path}: the {what} {entry} on the way to it {fault}, who could put other files in its place: "
         f"give another place with run_root=DIR, or, where these people are trusted, run_root_shared=true"
     )
+    if not warn:
+        raise RunDirectoryError(message)
+    print(f"hpc: warning: {printable(message)}", file=sys.stderr, flush=True)
+    return True
 
 
 def _others_may_write(status: os.stat_result) -> bool:

@@ -78,7 +78,7 @@ def old_form(path: Path, evil: Evil) -> None:
 
 
 def bare_pickle(path: Path, evil: Evil) -> None:
-    path.write_bytes(pickle.dumps({"evil": evil}))
+    path.write_bytes(pickle.dumps({"evil": evil}, 2))
 
 
 def tar_form(path: Path, evil: Evil) -> None:

@@ -82,7 +82,7 @@ OTHER = 12345
     ],
 )
 def test_s3_s7_a_folder_on_the_way_that_somebody_else_holds_is_refused(
-    tmp_path: Path, owner: int, mode: int, passes: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], owner: int, mode: int, passes: bool
 ) -> None:
     folder = tmp_path / "project"
     (folder / "mine").mkdir(parents=True)
@@ -98,6 +98,12 @@ def test_s3_s7_a_folder_on_the_way_that_somebody_else_holds_is_refused(
             make()
         assert not list((folder / "mine").iterdir())
     assert RunDirectory.create(folder / "mine" / "new", "a", shared=True).path.is_dir()
+    if owner == os.geteuid():  # a local run goes on
+        assert RunDirectory.create(folder / "mine" / "new", "a", local=True).path.is_dir()
+        assert ("can be written by others" in capsys.readouterr().err) is not passes
+        return
+    with pytest.raises(RunDirectoryError, match=f"user id {owner}"):
+        RunDirectory.create(folder / "mine" / "new", "a", local=True)
 
 
 @AS_ROOT

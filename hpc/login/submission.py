@@ -205,7 +205,7 @@ def run_here(loaded: Loaded) -> NoReturn:
     """
     inherited = without_outer_job(os.environ, keep_gpus=True)
     plan = preview(loaded)
-    made = _make_directory(loaded)
+    made = _make_directory(loaded, local=True)
     run_dir = made.directory.path
     write_private(made.directory.config_file, plan.config_yaml)
     if inherited.outer_job is not None:
@@ -263,17 +263,17 @@ def _interpreter(asked: str | None) -> str:
     return os.path.abspath(os.path.expanduser(found))
 
 
-def _make_directory(loaded: Loaded) -> _Made:
-    config = loaded.config
+def _make_directory(loaded: Loaded, *, local: bool = False) -> _Made:
+    config, shared = loaded.config, loaded.config.run_root_shared
     wanted = Path(os.path.abspath(config.run_root if config.run_dir is None else Path(config.run_dir).parent))
     missing = [path for path in (wanted, *wanted.parents) if not path.exists()]
     if config.run_dir is None:
-        directory = RunDirectory.create(wanted, directory_name(run_name(config)), shared=config.run_root_shared)
+        directory = RunDirectory.create(wanted, directory_name(run_name(config)), shared=shared, local=local)
         return _Made(directory, missing[-1] if missing else directory.path)
     path = Path(os.path.abspath(config.run_dir))
     if path.exists():
-        return _Made(RunDirectory.open(path, shared=config.run_root_shared), None)
-    directory = RunDirectory.make(path, shared=config.run_root_shared)
+        return _Made(RunDirectory.open(path, shared=shared, local=local), None)
+    directory = RunDirectory.make(path, shared=shared, local=local)
     return _Made(directory, missing[-1] if missing else path)
 
 
