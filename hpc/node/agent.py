@@ -118,7 +118,6 @@ class Agent:
         fork = self.starter.preload(len(cores[0]))
         for line in check.verdict():
             self.note(line)
-        self.tidy.wait_for_gpus()
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)
