@@ -241,8 +241,9 @@ def test_f10_f07_the_first_failing_rank_is_last_on_the_screen(tmp_path: Path) ->
     last = done.stderr.rstrip().splitlines()[-6:]
     assert "rank 2 on" in last[-1] and "bad batch 17" in last[-1] and "rank-2.log" in last[-1]
     assert last[-2] == "ValueError: bad batch 17" and 'train.py", line 3' in "\n".join(last)
-    ended, decided = record(tmp_path)[-2:]
+    ended, decided, verdict = record(tmp_path)[-3:]
     assert ended["first"]["rank"] == 2 and decided["decision"] == "fail"  # type: ignore[index]
+    assert (verdict["cause"], verdict["rank"]) == ("exception", 2) and "bad batch 17" in verdict["traceback"]
 
 
 @pytest.mark.slow
@@ -267,8 +268,9 @@ def test_x16_a_step_that_never_started_is_not_called_a_failure_of_the_program(tm
     assert done.returncode == 69 and "restart 1 of 1, in 2 s" in done.stderr
     assert refusal in done.stderr and "no rank was started" in done.stderr
     events = record(tmp_path)
-    assert [event["event"] for event in events] == ["ended", "decided"] * 2 and events[-2]["started"] is False
-    assert [event["decision"] for event in events[1::2]] == ["again", "fail"]
+    assert [event["event"] for event in events] == ["ended", "decided", "verdict"] * 2 and events[-3]["started"] is False
+    assert [event["cause"] for event in events[2::3]] == ["never started"] * 2
+    assert [event["decision"] for event in events[1::3]] == ["again", "fail"]
 
 
 def test_a_missing_srun_is_told_in_one_line(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_q09_q11_saved_is_requeued_once_with_one_line(tmp_path: Path) -> None:
     lines = [line for line in job.text.splitlines() if line.startswith("hpc.launch")]
     assert len(lines) == 2 and "saved and left; job 7 is back in the queue" in lines[1]
     assert "fail" not in job.text and job.decisions() == ["requeue"]
-    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "requeued"]
+    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "verdict", "requeued"]
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_a_killed_worker_is_started_again_inside_the_allocation(tmp_path: Path, 
     assert job.ends() == 0, job.text
     assert job.decisions() == ["again"] and "killed by SIGKILL, restart 1 of 3, in 2 s" in job.text
     assert not (tmp_path / "calls.jsonl").exists() or not job.requeues()
-    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "started", "ended"]
+    assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "verdict", "started", "ended"]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from hpc.allocation.requeue import (
 )
 from hpc.allocation.running import RunningStep
 from hpc.allocation.step import agent_command, agent_environ, plan_step, start_step, step_command
-from hpc.allocation.verdict import End, complain, read_end, tell
+from hpc.allocation.verdict import End, Verdict, cause_of, complain, next_of, read_end
 from hpc.command import target_of
 from hpc.config import Loaded
 from hpc.errors import NodelistError, SlurmCommandError, printable
@@ -103,7 +103,7 @@ class Controller:
             end = self._note_end(exitcodes.UNAVAILABLE if refused else self.start_and_wait())
             decision = self._decide(end)
             if decision.action is Action.AGAIN:
-                self._tell(end)
+                self._verdict.tell()
                 complain(f"{decision.reason}, {f'in {decision.pause_s:g} s' if decision.pause_s else 'at once'}")
                 if self._pause(decision.pause_s):
                     self.retried += decision.is_retry
@@ -333,7 +333,22 @@ class Controller:
             lost_nodes=list(ending.lost_nodes),
             **steps,
         )
+        self._verdict = Verdict(
+            end=end,
+            cause=cause_of(end, ending),
+            attempt=allocation.attempt,
+            restart=self.restart,
+            folder=self.folder,
+            comes_next=next_of(decision, self._code(decision, end), local=self.step.local),
+            heard=self._heard.name if self._heard else None,
+        )
+        self.run_dir.append_event("verdict", job_id=allocation.job_id, **self._verdict.event())
         return decision
+
+    def _code(self, decision: Decision, end: End) -> int:
+        """The exit code of the job when this decision ends it."""
+        stalled = end.code == exitcodes.WANTS_ANOTHER_ATTEMPT and decision.stalled
+        return exitcodes.FAILED if stalled else end.exit_code
 
     def _facts(self) -> JobFacts:
         if self.step.local:
@@ -377,10 +392,6 @@ class Controller:
         self._undelivered.clear()
         return self._notice is None and not self._keyboard
 
-    def _tell(self, end: End) -> None:
-        heard = self._heard.name if self._heard else None
-        tell(end, attempt=self.allocation.attempt, restart=self.restart, folder=self.folder, heard=heard)
-
     def _act(self, decision: Decision, end: End) -> int:
         """Do what was decided last; returns the exit code of the job."""
         if decision.action is Action.DONE:
@@ -388,15 +399,14 @@ class Controller:
         saved = end.code == exitcodes.WANTS_ANOTHER_ATTEMPT
         if decision.action is Action.REQUEUE:
             if not saved:
-                self._tell(end)
+                self._verdict.tell()
             return self._come_back(decision)
         plain = end.started and not self.restart and not (self._notice or self._keyboard)
         if saved or not plain or end.code == exitcodes.UNAVAILABLE:
             complain(f"attempt {self.allocation.attempt} asks for no other one: {decision.reason}")
         if not saved:
-            self._tell(end)
-        stalled = saved and decision.stalled
-        return exitcodes.FAILED if stalled else end.exit_code
+            self._verdict.tell()
+        return self._code(decision, end)
 
     def _come_back(self, decision: Decision) -> int:
         """Back into the queue, or the command with which the user goes on. The last act."""

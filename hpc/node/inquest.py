@@ -12,7 +12,7 @@ from hpc.node import stacks
 from hpc.node.clock import Clock
 from hpc.node.environment import TaskEnvironment
 from hpc.node.memory import OomWatch
-from hpc.node.outcome import LOADER_KILLED, Failure, read_error_file
+from hpc.node.outcome import LOADER_KILLED, Failure, read_error_file, read_traceback
 from hpc.node.stacks import Stack
 from hpc.node.starting import Worker
 
@@ -40,6 +40,8 @@ class Inquest:
         assert worker.code is not None
         message, trace, moment = read_error_file(worker.error_file) if worker.error_file else ("", "", None)
         failed_by_itself = bool(message) and worker.ended_by_us
+        if not message and worker.log is not None and 0 < worker.code < 128 and not worker.ended_by_us:
+            message, trace = read_traceback(worker.log)
         code = exitcodes.FAILED if failed_by_itself else worker.code
         oom = None
         if code == 128 + 9 and not worker.ended_by_us:

@@ -26,6 +26,9 @@ SECONDARY = re.compile(
 # What torch raises in a rank when one of its data-loader processes was killed: by the kernel for want of memory, mostly.
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid [^)]*\) is killed by signal: ([^.]+)\.")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |$)")
+LOG_TAIL = 16 * 1024
+LINES_AFTER = 10
 MESSAGE_LIMIT = 500
 GROUPS_LIMIT = 8
 
@@ -98,6 +101,28 @@ def read_error_file(path: Path) -> tuple[str, str, float | None]:
         str(extra.get("py_callstack", "")),
         moment if isinstance(moment, float) else None,
     )
+
+
+def read_traceback(log: Path) -> tuple[str, str]:
+    """Message and traceback of the last exception at the end of a rank's log; empty when there is none.
+
+    For programs that write no error file. What follows the traceback by more than some lines is a later story.
+    """
+    try:
+        with open(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LOG_TAIL))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return "", ""
+    lines = text.rstrip("\n").split("\n")
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    if not begins:
+        return "", ""
+    begin = begins[-1]
+    end = next((n for n in range(begin + 1, len(lines)) if lines[n] and not lines[n].startswith(" ")), None)
+    if end is None or len(lines) - end > LINES_AFTER or not _EXCEPTION.match(lines[end]):
+        return "", ""
+    return lines[end][:MESSAGE_LIMIT], "\n".join(lines[begin : end + 1]) + "\n"
 
 
 def alike(first: Failure, others: Iterable[Failure]) -> list[dict[str, Any]]:
