@@ -32,7 +32,7 @@ import torch.distributed
 from hpc import exitcodes
 from hpc.beats import show_stacks_on_request
 from hpc.config import Loaded, load, load_text
-from hpc.errors import ConfigError, HpcError, report
+from hpc.errors import ConfigError, HpcError, printable_lines, report
 from hpc.ranks import from_environ
 from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, directory_name, new_run_id, run_name, write_private
 from hpc.train.distributed import RankZeroFailed, World, connect
@@ -41,8 +41,8 @@ from hpc.train.job import TrainingJob
 from hpc.train.limit import TimeLimit
 from hpc.train.loader import end_workers
 from hpc.train.loop import Outcome
-from hpc.train.start import train
 from hpc.train.progress import Progress, duration, figure, progress_for
+from hpc.train.start import train
 from hpc.train.stop import Stop
 
 DOOR = "hpc.train"
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.note(error)
         progress.close()
         sys.stdout.flush()
-        traceback.print_exc()
+        sys.stderr.write(printable_lines(traceback.format_exc()))
         sys.stderr.flush()
         return exitcodes.FAILED
     finally:
@@ -166,12 +166,15 @@ def _run_directory(loaded: Loaded) -> RunDirectory:
     """The run directory of this run, made if it has to be; only rank 0 calls this."""
     given = os.environ.get("HPC_RUN_DIR") or loaded.config.run_dir
     if given:
-        run = RunDirectory.make(Path(given), shared=loaded.config.run_root_shared)
+        looked_at = "HPC_RUN_DIR" in os.environ  # by the controller
+        run = RunDirectory.make(Path(given), shared=looked_at or loaded.config.run_root_shared, local=True)
     else:
         elastic = re.sub(r"[^A-Za-z0-9._-]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         run_id = new_run_id() if elastic in ("none", "") else elastic
         name = directory_name(run_name(loaded.config))
-        run = RunDirectory.create(Path(loaded.config.run_root), name, run_id, shared=loaded.config.run_root_shared)
+        run = RunDirectory.create(
+            Path(loaded.config.run_root), name, run_id, shared=loaded.config.run_root_shared, local=True
+        )
     if not run.config_file.exists():
         write_private(run.config_file, loaded.to_yaml())
     return run
