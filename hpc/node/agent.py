@@ -71,7 +71,7 @@ class Agent:
 
     def __init__(self, task: TaskEnvironment, settings: AgentSettings) -> None:
         self.task, self.settings = task, settings
-        self.host_name = socket.gethostname()
+        self.host_name = printable(socket.gethostname())
         self.state = State.RUNNING
         self.workers: list[Worker] = []
         self.failures: list[Failure] = []
