@@ -3,6 +3,7 @@
 python -m hpc.doctor                           on the login node: this cluster, and a site file to start from
 python -m hpc.doctor --site-file FILE          the same, and the site file is written
 python -m hpc.doctor --allocation              inside an allocation: its nodes, GPUs and network, in a table
+python -m hpc.doctor --signals [key=value ...]  a tiny job proves that a notice reaches every rank, and that the job comes back
 python -m hpc.doctor --failed-nodes            which nodes failed your runs lately; --forget NODE ... takes them back
 python -m hpc.doctor --lint FILE.sbatch ...    the classic mistakes of a batch script that was written by hand
 """
@@ -35,10 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Look, print, and return the exit code: 0 nothing found, 1 findings, 2 a wrong command line."""
     try:
         asked = _parser().parse_args(argv)
+        _check_words(asked)
         if asked.lint:
             return _lint(asked.lint)
         if asked.allocation:
             return _allocation(asked)
+        if asked.signals:
+            return _signals(asked)
         if asked.failed_nodes:
             return _failed_nodes()
         if asked.forget:
@@ -46,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _cluster(asked.site_file)
     except HpcError as error:
         return report(DOOR, error)
+    except KeyboardInterrupt:
+        print(f"{DOOR}: interrupted", file=sys.stderr, flush=True)
+        return 130
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDINGS
@@ -56,11 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--site-file", type=Path, metavar="FILE", help="write the site file to start from")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings, as for hpc.submit")
     parser.add_argument("--allocation", action="store_true", help="check the allocation that this stands in")
+    parser.add_argument("--signals", action="store_true", help="send a tiny job that proves the notice's path")
+    parser.add_argument("--allow-root", action="store_true", help="with --signals: send it although you are root")
     parser.add_argument(
         "--quick", action="store_true", help="with --allocation: nodes and network alone, without torch"
     )
     parser.add_argument(
-        "--limit", type=_seconds, default=120.0, metavar="S", help="with --allocation: the most seconds (default 120)"
+        "--limit", type=_seconds, metavar="S", help="the most seconds for --allocation (120) or --signals (900)"
     )
     parser.add_argument(
         "--remember", action="store_true", help="with --allocation: later runs leave out nodes that are not fit"
@@ -69,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--forget", nargs="+", metavar="NODE", help="strike these nodes out of that list")
     parser.add_argument("--lint", nargs="+", type=Path, metavar="FILE", help="name the mistakes in batch scripts")
     return parser
+
+
+def _check_words(asked: argparse.Namespace) -> None:
+    for word in asked.words:
+        if "=" not in word or not (asked.allocation or asked.signals):
+            raise UsageError(f"{word!r} is no flag; settings (key=value) go with --allocation and --signals")
 
 
 def _cluster(site_file: Path | None) -> int:
@@ -129,8 +144,23 @@ def _allocation(asked: argparse.Namespace) -> int:
 
     loaded = load(command=list(preflight.RANKS), overrides=asked.words)
     return preflight.report(
-        loaded, limit_s=asked.limit, quick=asked.quick, remember=asked.remember, table=table, tell=_tell
+        loaded, limit_s=asked.limit or 120.0, quick=asked.quick, remember=asked.remember, table=table, tell=_tell
     )
+
+
+def _signals(asked: argparse.Namespace) -> int:
+    from hpc.login import noticeproof
+
+    limit_s = asked.limit or 900.0
+    proof = noticeproof.prove(asked.words, allow_root=asked.allow_root, limit_s=limit_s, tell=_tell)
+    if proof.words:
+        rows = [tuple(str(word.get(name)) for name in ("rank", "host", "heard", "steps")) for word in proof.words]
+        for line in table([("rank", "host", "heard", "steps"), *rows]):
+            print(line)
+    found = noticeproof.verdicts(proof)
+    for good, text in found:
+        print(f"{'proved' if good else 'NOT PROVED'}: {printable(text)}")
+    return 0 if all(good for good, _ in found) else FINDINGS
 
 
 def _tell(line: str) -> None:

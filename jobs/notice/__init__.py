@@ -1,0 +1,1 @@
+"""Handwritten digits, the job that needs nothing: the images come with scikit-learn."""
