@@ -277,10 +277,10 @@ def test_a_preset_port_is_kept_and_refused_when_taken(step: Step) -> None:
 def test_l11_ranks_that_never_arrive_are_named_with_their_node(step: Step) -> None:
     for task in range(2):
         environ = step_environ(task, tasks_per_node=(2, 2))
-        step.agent(environ, "--allow-loopback", "--rendezvous-timeout", "4", "--", "train.py")
+        step.agent(environ, "--allow-loopback", "--rendezvous-timeout", "12", "--", "train.py")
     ended = step.ends()
     assert [one.code for one in ended] == [69, 69]
-    assert "ranks 2,3 (node n2) never arrived within 4 s" in ended[0].stderr
+    assert "ranks 2,3 (node n2) never arrived within 12 s" in ended[0].stderr
     assert "ranks 2,3 (node n2) never arrived" in ended[1].stderr and "rank 1 on" in ended[1].stderr
 
 

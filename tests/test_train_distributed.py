@@ -135,7 +135,7 @@ def test_l13_a_stuck_rank_is_named_soon_after_the_time_out(ranks: Ranks, tmp_pat
         tmp_path,
         *("toy", "train.timeout_s=4", "train.batch_size=8", "trouble=sleep", "trouble_step=2", "trouble_rank=1"),
         ranks=3,
-        patience_s=2.0,
+        patience_s=6.0,
     )
     assert trial.codes[1] == -signal.SIGKILL and trial.codes[0] == trial.codes[2] == 1, trial.text()
     assert trial.seconds < 40
