@@ -254,7 +254,7 @@ def test_r2_a_number_that_went_to_another_process_is_left_alone() -> None:
 
 def process(**changes: object) -> Process:
     usual: dict[str, object] = {"pid": 5, "started": 9, "parent": 1, "session": 5, "terminal": False}
-    usual |= {"command": ("python",), "mark": processes.mark_of(mark(OVER)), "cgroup_job": None}
+    usual |= {"command": ("python",), "mark": processes.mark_of(mark(OVER)), "tag": (), "cgroup_job": None}
     return Process(**{**usual, **changes})  # type: ignore[arg-type]
 
 

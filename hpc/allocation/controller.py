@@ -30,6 +30,7 @@ from hpc.allocation.requeue import (
 )
 from hpc.allocation.running import RunningStep
 from hpc.allocation.step import agent_command, agent_environ, plan_step, start_step, step_command
+from hpc.allocation.sweep import LIMIT_S, new_mark, sweep
 from hpc.allocation.verdict import End, Verdict, cause_of, complain, next_of, read_end
 from hpc.command import target_of
 from hpc.config import Loaded
@@ -39,6 +40,7 @@ from hpc.rundir import (
     ATTEMPT_VARIABLE,
     BEGAN_VARIABLE,
     END_TIME_VARIABLE,
+    MARK_VARIABLE,
     RESTART_VARIABLE,
     RUN_DIR_VARIABLE,
     RunDirectory,
@@ -83,6 +85,7 @@ class Controller:
         self._own_notice: str | None = None  # the training core's: its own clock
         self._keyboard = False
         self._signals = 0
+        self._mark = ""  # of the present start
 
     def run(self) -> int:
         """Start the step, wait for it, decide, as often as it takes; returns the exit code of the job."""
@@ -110,7 +113,24 @@ class Controller:
                     self.restarts += not decision.is_retry
                     continue
                 decision = self._decide(end)  # a signal came meanwhile
+            self._sweep(end)
             return self._act(decision, end)
+
+    def _sweep(self, end: End) -> None:
+        """Every node, after the attempt; between two starts the agents of the next one do it."""
+        if self.step.local:
+            return
+        hurried = self._notice is not None or self._keyboard
+        lines = sweep(
+            self.allocation,
+            self._mark,
+            python=self.python,
+            environ=agent_environ(self.step, self.loaded, {}),
+            without=self._lost_nodes(end),
+            limit_s=5.0 if hurried else LIMIT_S,
+        )
+        for line in lines:
+            complain(line)
 
     def _tell_lost_hosts(self) -> None:
         attempt = self.allocation.attempt
@@ -143,7 +163,9 @@ class Controller:
         Raises:
             NeverStarted: srun is missing or may not be executed.
         """
+        self._mark = new_mark(self.allocation, self.restart)
         told = {
+            MARK_VARIABLE: self._mark,
             RUN_DIR_VARIABLE: str(self.run_dir.path),
             ATTEMPT_VARIABLE: str(self.allocation.attempt),
             RESTART_VARIABLE: str(self.restart),

@@ -29,6 +29,7 @@ from hpc.node.settings import AgentSettings
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
 from hpc.node.starting import Starter, Worker
 from hpc.node.streams import WorkerStream
+from hpc.node.tidy import Tidy
 from hpc.node.warning import Warnings
 from hpc.node.worker import Start, adopt_orphans, die_with_parent
 from hpc.rundir import BEGAN_VARIABLE, RESTART_VARIABLE, RunDirectory
@@ -84,8 +85,9 @@ class Agent:
         )
         self.folder = self.run_dir.attempt(self.assembly.attempt) if self.run_dir else None
         self.warnings = tuple({*WARNINGS, settings.warning} - set(ENDS))
+        self.tidy = Tidy(task, self.note)
         self.starter = Starter(
-            task, settings, self.assembly, folder=self.folder, warnings=self.warnings, note=self.note
+            task, settings, self.assembly, self.tidy, folder=self.folder, warnings=self.warnings, note=self.note
         )
         self.go: Go | None = None
         self._signals: SignalPipe | None = None
@@ -113,11 +115,13 @@ class Agent:
         startup.also(self.settings.warning)
         startup.on_end(self._end_before_workers)
         check = GpuCheck(self.host_name, self.task.visible_gpus)
+        self.tidy.begin()
         self.assembly.open()
         cores = self.starter.shares()
         fork = self.starter.preload(len(cores[0]))
         for line in check.verdict():
             self.note(line)
+        self.tidy.wait_for_gpus()
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)
@@ -485,7 +489,7 @@ class Agent:
     def _clean_up(self) -> None:
         leftovers.end_descendants()
         self.assembly.close()
-        self.starter.clean_up()
+        self.tidy.end()
 
 
 def _number(variable: str) -> int | None:

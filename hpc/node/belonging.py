@@ -72,7 +72,7 @@ def _without_slurm(process: Process, place: Place, over: str) -> tuple[Standing,
         return Standing.SPARED, "this command, or what started it"
     if mark is None:
         return Standing.UNMARKED, "no job's mark"
-    if mark.node != place.node or (mark.cluster and place.cluster and mark.cluster != place.cluster):
+    if mark.node != place.node or (place.cluster and mark.cluster != place.cluster):
         return Standing.SPARED, f"of node {mark.node}" + (f" of {mark.cluster}" if mark.node == place.node else "")
     if process.is_login_shell:
         return Standing.SPARED, "a login shell"
@@ -82,7 +82,7 @@ def _without_slurm(process: Process, place: Place, over: str) -> tuple[Standing,
         return Standing.LIVE, f"in job {process.cgroup_job}'s control group"
     if over and mark.start == over:
         return Standing.LEFTOVER, f"start {over.split('.')[2]} of job {mark.job_id} is over"
-    if own is not None and own.job_id == mark.job_id and own.cluster == mark.cluster:
+    if own is not None and own.job_id == mark.job_id:
         if mark.restarts < own.restarts:
             return Standing.LEFTOVER, f"attempt {mark.restarts} of job {mark.job_id} is over"
         if mark.restarts == own.restarts:

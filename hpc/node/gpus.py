@@ -53,7 +53,10 @@ def ask(names: Sequence[str] | None, note: Callable[[str], None]) -> list[Gpu]:
 def _ask_one(pynvml: Any, name: str) -> Gpu:
     is_index = name.isascii() and name.isdecimal()
     handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if is_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-    used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    try:  # the second form leaves out what the driver keeps for itself
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+    except (AttributeError, pynvml.NVMLError):
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
     holders: dict[int, int] = {}
     for pid, size in _holders(pynvml, handle):
         holders[pid] = max(holders.get(pid, 0), size >> 20)

@@ -58,6 +58,8 @@ class Process:
     """It has a controlling terminal: somebody sits there."""
     command: tuple[str, ...]
     mark: Mark | None
+    tag: tuple[str, ...]
+    """What the environment says of the start, the step and the task, word for word; see `tag_of`."""
     cgroup_job: str | None
     """The job whose control group it is in, where Slurm keeps such groups."""
 
@@ -86,6 +88,14 @@ def mark_of(environ: Mapping[str, str]) -> Mark | None:
         task=environ.get("SLURM_PROCID", ""),
         start=start if start.startswith(f"{job_id}.{int(restarts)}.") else "",
     )
+
+
+def tag_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What all that one agent starts has in common, and nothing else has; () where nothing tells it from others."""
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "SLURM_PROCID", "SLURMD_NODENAME")
+    words = (environ.get(MARK_VARIABLE, ""), *(environ.get(name, "") for name in names))
+    in_step = all(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURMD_NODENAME"))
+    return words if words[0] or in_step else ()
 
 
 def _is_number(text: str) -> bool:
@@ -134,6 +144,7 @@ def look_at(pid: int, uid: int | None = None) -> Process | None:
         terminal=terminal,
         command=command,
         mark=mark_of(environ),
+        tag=tag_of(environ),
         cgroup_job=job[1] if job else None,
     )
 

@@ -173,9 +173,15 @@ def _is_as_old(pid: int, made: float) -> bool:
 
 
 def _started(pid: int) -> float:
-    """When the process began, in seconds since 1970."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    """When the process began, in seconds since 1970.
+
+    Raises:
+        ValueError: it has ended, even if nobody has waited for it yet.
+    """
+    words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    if words[0] in "ZX":
+        raise ValueError(pid)
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from hpc.node.settings import AgentSettings
 from hpc.node.signals import FORWARDED, SignalPipe
 from hpc.node.stacks import StackMemory
 from hpc.node.streams import WorkerStream, open_log
+from hpc.node.tidy import Tidy
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start
 from hpc.ranks import RankInfo
 
@@ -52,16 +51,16 @@ class Starter:
         task: TaskEnvironment,
         settings: AgentSettings,
         assembly: Assembly,
+        tidy: Tidy,
         *,
         folder: Path | None,
         warnings: Sequence[Signals],
         note: Callable[[str], None],
     ) -> None:
         """`folder`: where the attempt's logs go, if anywhere; `warnings`: the signals that workers are to bear."""
-        self._task, self._settings, self._assembly = task, settings, assembly
+        self._task, self._settings, self._assembly, self._tidy = task, settings, assembly, tidy
         self._folder, self._warnings, self._note = folder, tuple(warnings), note
         self._environ_before = dict(os.environ)  # torch's import sets variables of its own: workers get the user's
-        self._cache: str | None = None
         self.target = settings.target()
 
     def shares(self) -> list[list[int]]:
@@ -176,19 +175,11 @@ class Starter:
         environ["HPC_CORES"] = str(len(cores))
         if error_file is not None:
             environ[ERROR_FILE_VARIABLE] = str(error_file)
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            if name not in environ:
-                environ[name] = os.path.join(self._cache_folder(), name.split("_")[0].lower())
+        if environ.get("TMPDIR") == "/tmp":
+            del environ["TMPDIR"]  # Slurm sets it so; a place that the site or the user chose is another one
+        if self._tidy.folder is not None:  # on this node: in a shared home compiled kernels go stale under their feet
+            for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+                place = self._tidy.folder / name.split("_")[0].lower()
+                if environ.setdefault(name, str(place)) == str(place):
+                    place.mkdir(mode=0o700, exist_ok=True)
         return environ
-
-    def _cache_folder(self) -> str:
-        """A folder of this node for compiled kernels: in a shared home they go stale under each other's feet."""
-        if self._cache is None:
-            name = f"hpc-{os.geteuid()}-{self._task.job_id or os.getpid()}-"
-            self._cache = tempfile.mkdtemp(prefix=name)
-        return self._cache
-
-    def clean_up(self) -> None:
-        """Remove this node's folder of compiled kernels."""
-        if self._cache is not None:
-            shutil.rmtree(self._cache, ignore_errors=True)

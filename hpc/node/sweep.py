@@ -33,6 +33,9 @@ class Scope:
         return not self.job_id or (mark is not None and mark.job_id == self.job_id)
 
 
+EVERYTHING = Scope()
+
+
 @dataclass(frozen=True, kw_only=True)
 class View:
     """What one look has found."""
@@ -65,8 +68,16 @@ class View:
 class Sweeper:
     """Looks and ends for one user on one node; what it once knows to be over stays over."""
 
-    def __init__(self, environ: Mapping[str, str], scope: Scope = Scope(), *, grace_s: float = GRACE_S) -> None:
-        self._scope, self._grace_s = scope, grace_s
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        scope: Scope = EVERYTHING,
+        *,
+        grace_s: float = GRACE_S,
+        answer_s: float = commands.TIMEOUT_S,
+    ) -> None:
+        """`environ`: of the process that asks; `answer_s`: how long Slurm may take for each answer."""
+        self._scope, self._grace_s, self._answer_s = scope, grace_s, answer_s
         own = processes.mark_of(environ)
         self.place = Place(
             node=processes.node_name(environ),
@@ -132,10 +143,13 @@ class Sweeper:
         )
 
     def _judge(self, seen: Sequence[Process]) -> list[Judgement]:
-        over = self._scope.over
-        asking = [process for process in seen if must_ask(process, self.place, over) and self._scope.has(process)]
-        jobs = self._ask_slurm({process.mark.job_id for process in asking if process.mark is not None})
-        judged = [judge(process, self.place, jobs, over) for process in seen]
+        """Of what is out of this look's scope only what needs no answer from Slurm is known."""
+        over, scope = self._scope.over, self._scope
+        asking = {
+            process.pid: process for process in seen if must_ask(process, self.place, over) and scope.has(process)
+        }
+        jobs = self._ask_slurm({process.mark.job_id for process in asking.values() if process.mark is not None})
+        judged = [judge(process, self.place, jobs if process.pid in asking else None, over) for process in seen]
         self._over |= {one.attempt for one in judged if one.standing is Standing.LEFTOVER and one.attempt and not over}
         return judged
 
@@ -143,7 +157,7 @@ class Sweeper:
         if not job_ids:
             return {}
         try:
-            return commands.live_jobs(job_ids)
+            return commands.live_jobs(job_ids, timeout_s=self._answer_s)
         except SlurmCommandError as error:
             self._note(f"nothing of other jobs is ended: {error}")
             return None

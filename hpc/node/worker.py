@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -85,6 +86,7 @@ class Start:
         """In a forked process: run the target as Python's `__main__`; returns its exit code or raises SystemExit."""
         os.environ.clear()
         os.environ.update(self.environ)
+        tempfile.tempdir = None  # chosen anew, by this environment
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         beats.show_stacks_on_request()

@@ -28,6 +28,7 @@ _FREE_TEXT = frozenset(
 _AFTER_FREE_TEXT = frozenset(
     "UserId WorkDir Comment AdminComment SystemComment StdErr StdIn StdOut Power TresPerNode MailUser".split()
 )
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT"})  # these reach tasks through srun alone
 _USABLE = ("idle", "mix", "alloc", "comp", "resv", "plan")
 _told: set[str] = set()
 
@@ -265,7 +266,7 @@ def test_only(arguments: Sequence[str], *, environ: Mapping[str, str] | None = N
     return None if answer.returncode == 0 else answer.complaint
 
 
-def live_jobs(job_ids: Iterable[str]) -> dict[str, LiveJob]:
+def live_jobs(job_ids: Iterable[str], *, timeout_s: float = TIMEOUT_S) -> dict[str, LiveJob]:
     """Those of these jobs (by Slurm's plain numbers, as in SLURM_JOB_ID) that are not over, of whatever user.
 
     A job is left out only when squeue does not list it among this user's and scontrol knows none that is unfinished.
@@ -274,7 +275,9 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, LiveJob]:
         SlurmCommandError: no answer from either, or one that cannot be read; nothing is known then.
     """
     wanted = {_checked(job_id) for job_id in job_ids}
-    answer = ask("squeue", ["--all", "--me", "--noheader", "--Format=JobID:24,State:24,RestartCnt:12"])
+    answer = ask(
+        "squeue", ["--all", "--me", "--noheader", "--Format=JobID:24,State:24,RestartCnt:12"], timeout_s=timeout_s
+    )
     if answer.returncode != 0:
         raise SlurmCommandError(f"squeue: {answer.complaint}")
     found: dict[str, LiveJob] = {}
@@ -285,7 +288,7 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, LiveJob]:
         found[words[0]] = LiveJob(state=parse_state(words[1]), restarts=int(words[2]))
     live = {job_id: job for job_id, job in found.items() if job_id in wanted and not job.state.is_finished}
     for job_id in sorted(wanted - live.keys()):
-        answer = ask("scontrol", ["--all", "show", "job", job_id])
+        answer = ask("scontrol", ["--all", "show", "job", job_id], timeout_s=timeout_s)
         if answer.returncode != 0 and "invalid job id" not in (answer.stderr + answer.stdout).lower():
             raise SlurmCommandError(f"scontrol show job {job_id}: {answer.complaint}")
         for text in answer.stdout.split("\n\n"):  # of an array, one for each element
@@ -298,27 +301,29 @@ def live_jobs(job_ids: Iterable[str]) -> dict[str, LiveJob]:
 
 
 def on_every_node(
-    job_id: str, nodes: int, command: Sequence[str], *, without: Sequence[str] = (), timeout_s: float
+    job_id: str,
+    nodes: int,
+    command: Sequence[str],
+    *,
+    without: Sequence[str] = (),
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
 ) -> Answer:
     """Run a command once on each node of a running allocation, beside whatever runs there, without its GPUs.
 
-    `without`: nodes that are left out, by name; `nodes` does not count them.
+    `without`: nodes that are left out, by name; `nodes` does not count them. `environ` is as for `ask`.
 
     Raises:
         SlurmCommandError: srun is missing, or was not through within `timeout_s` (what it started is ended then).
-    Source: srun(1), --overlap, --gres=none, --no-kill, --export.
+    Source: srun(1), --overlap, --mem=0, --gres=none, --no-kill, and "INPUT ENVIRONMENT VARIABLES": what the job asked for
+    is in them too, and with it such a step is refused (seen with 22.05.8: SLURM_GPUS_PER_NODE, SLURM_MEM_PER_CPU).
     """
-    options = [
-        f"--jobid={_checked(job_id)}",
-        "--overlap",
-        "--gres=none",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        "--label",
-    ]
-    options += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--export=ALL"]
+    base = os.environ if environ is None else environ
+    env = {name: text for name, text in base.items() if name in _KEPT or not name.startswith("SLURM_")}
+    options = [f"--jobid={_checked(job_id)}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    options += ["--overlap", "--mem=0", "--gres=none", "--no-kill", "--kill-on-bad-exit=0", "--label", "--export=ALL"]
     options += [f"--exclude={','.join(without)}"] if without else []
-    return ask("srun", [*options, *command], timeout_s=timeout_s)
+    return ask("srun", [*options, *command], timeout_s=timeout_s, environ=env)
 
 
 def find_job_by_command(script_path: str | os.PathLike[str]) -> str | None:
