@@ -6,6 +6,7 @@ import sys
 DOORS = {
     "submit": ("hpc.submit", "send a training job to the cluster, or run it here with --local"),
     "status": ("hpc.status", "what happened to a run: attempts, causes, steps, and the share of time that ranks ran"),
+    "logs": ("hpc.logs", "what the ranks of a run have printed, merged and followed; --errors: what went wrong"),
     "doctor": ("hpc.doctor", "what this cluster is and what of it will bite; --lint FILE: mistakes in a batch script"),
     "clean": ("hpc.clean", "what jobs that are over have left on this node, and an end to it"),
     "launch": ("hpc.launch", "the controller: start the job of this allocation (sbin/ddp.sbatch runs it)"),

@@ -190,6 +190,24 @@ def _finite(text: str) -> float:
     return number
 
 
+def read_error_file(path: Path) -> tuple[str, str, float | None]:
+    """Message, traceback and time from torchrun's error file (ours or @record's); empty when there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", "", None
+    if not isinstance(content, dict):
+        return str(content), "", None
+    extra = content.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    moment = extra.get("time")
+    return (
+        str(content.get("message", "")),
+        str(extra.get("py_callstack", "")),
+        moment if isinstance(moment, float) else None,
+    )
+
+
 def make_folders(path: Path) -> None:
     """Make a folder and those above it that are missing, each 0700 (the standard library's parents follow the umask).
 

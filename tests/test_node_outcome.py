@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc.node.outcome import Failure, first_failure, read_error_file
+from hpc.node.outcome import Failure, first_failure
 from hpc.node.worker import write_error_file
+from hpc.rundir import read_error_file
 
 GLOO = (
     "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.1]:3995. This is typically caused by a remote worker"

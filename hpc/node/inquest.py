@@ -12,9 +12,10 @@ from hpc.node import stacks
 from hpc.node.clock import Clock
 from hpc.node.environment import TaskEnvironment
 from hpc.node.memory import OomWatch
-from hpc.node.outcome import LOADER_KILLED, Failure, read_error_file, read_traceback
+from hpc.node.outcome import LOADER_KILLED, Failure, read_traceback
 from hpc.node.stacks import Stack
 from hpc.node.starting import Worker
+from hpc.rundir import read_error_file
 
 TRACEBACK_LIMIT = 16 * 1024
 

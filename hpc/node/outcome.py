@@ -85,24 +85,6 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     )
 
 
-def read_error_file(path: Path) -> tuple[str, str, float | None]:
-    """Message, traceback and time from torchrun's error file (ours or @record's); empty when there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", "", None
-    if not isinstance(content, dict):
-        return str(content), "", None
-    extra = content.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    moment = extra.get("time")
-    return (
-        str(content.get("message", "")),
-        str(extra.get("py_callstack", "")),
-        moment if isinstance(moment, float) else None,
-    )
-
-
 def read_traceback(log: Path) -> tuple[str, str]:
     """Message and traceback of the last exception at the end of a rank's log; empty when there is none.
 

@@ -19,7 +19,7 @@ from hpc.node.pulse import Pulse
 from hpc.node.settings import AgentSettings
 from hpc.node.signals import FORWARDED, SignalPipe
 from hpc.node.stacks import StackMemory
-from hpc.node.streams import WorkerStream, open_log
+from hpc.node.streams import RankLog, WorkerStream, open_log
 from hpc.node.tidy import Tidy
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start
 from hpc.ranks import RankInfo
@@ -33,7 +33,7 @@ class Worker:
     pid: int
     streams: list[WorkerStream]
     log: Path | None
-    log_descriptor: int | None
+    open_log: RankLog | None
     error_file: Path | None
     pulse: Pulse
     stacks: StackMemory
@@ -151,8 +151,8 @@ class Starter:
                 stream.close()
             for worker in others:
                 worker.stacks.close()
-                if worker.log_descriptor is not None:
-                    os.close(worker.log_descriptor)
+                if worker.open_log is not None:
+                    worker.open_log.close()
             if fork:
                 return
             argv = start.target.argv(sys.executable)

@@ -9,12 +9,14 @@ from typing import BinaryIO
 
 LINE_LIMIT = 8192
 VISIBLE_LIMIT_S = 60.0
+STAMP_EVERY_S = 0.5
+"""How exactly it is known when a line came."""
 
 
 class WorkerStream:
     """One pipe from a worker (its stdout or stderr), copied to its log and to the screen."""
 
-    def __init__(self, log: int | None, screen: BinaryIO, prefix: bytes) -> None:
+    def __init__(self, log: RankLog | None, screen: BinaryIO, prefix: bytes) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self._log, self._screen, self._prefix = log, screen, prefix
@@ -30,7 +32,7 @@ class WorkerStream:
             if not data:
                 return False
             if self._log is not None:
-                _write_all(self._log, data)
+                self._log.write(data)
             self._show(data)
 
     def _show(self, data: bytes) -> None:
@@ -76,16 +78,43 @@ class WorkerStream:
         os.close(self.reader)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+class RankLog:
+    """A rank's log file: bytes as they come, and beside it, in rank-<n>.times, now and then when they came.
+
+    A line of the times: seconds since 1970, and the size that the log had then. Both descriptors append.
+    """
+
+    def __init__(self, descriptor: int, times: int | None) -> None:
+        self._descriptor, self._times = descriptor, times
+        self._size = os.fstat(descriptor).st_size
+        self._stamped = float("-inf")
+
+    def write(self, data: bytes) -> None:
+        """Add what a worker has printed."""
+        now = time.time()
+        if self._times is not None and not 0.0 <= now - self._stamped < STAMP_EVERY_S:
+            self._stamped = now
+            _write_all(self._times, f"{now:.3f} {self._size}\n".encode())
+        self._size += _write_all(self._descriptor, data)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        if self._times is not None:
+            os.close(self._times)
+
+
+def _write_all(descriptor: int, data: bytes) -> int:
+    """Write as much as goes, and return how much that was: a full disk must not stop the training."""
     view = memoryview(data)
     try:
         while view:
             view = view[os.write(descriptor, view) :]
     except OSError:
-        return  # a full disk must not stop the training; the screen still shows it
+        pass  # the screen still shows it
+    return len(data) - len(view)
 
 
-def open_log(folder: Path | None, rank: int) -> int | None:
+def open_log(folder: Path | None, rank: int) -> RankLog | None:
     """Open `folder/rank-<n>.log` for appending, mode 0600; None without a folder, or when it cannot be written.
 
     The folder is made by the controller. On a shared file system other nodes may see it late: it is waited for,
@@ -96,11 +125,19 @@ def open_log(folder: Path | None, rank: int) -> int | None:
     deadline = time.monotonic() + VISIBLE_LIMIT_S
     while True:
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            return os.open(folder / f"rank-{rank}.log", flags, 0o600)
+            descriptor = _append_to(folder / f"rank-{rank}.log")
+            break
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.2)
         except OSError:
             return None
+    try:
+        return RankLog(descriptor, _append_to(folder / f"rank-{rank}.times"))
+    except OSError:
+        return RankLog(descriptor, None)
+
+
+def _append_to(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
