@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import time
+import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from submit_shell import ROOT, STUBS
 from hpc import ledger, lines
 from hpc.allocation import fitness
 from hpc.allocation.fitness import Checked
+from hpc.node import checkup, gpuhealth
 
 NODES = ("127.0.0.1", "127.0.0.2")
 
@@ -182,3 +185,91 @@ def test_messages_of_many_senders_come_whole_through_torn_and_labelled_lines() -
             found[f"n{message['n']}"] = message
     assert found == messages
     assert lines.Collector().add(b"hpc-message n1 2/2 {}") is None and ledger.clock() > 0
+
+
+def test_very_many_nodes_each_call_some_and_all_are_called() -> None:
+    few = [f"n{n}" for n in range(5)]
+    assert checkup.next_to("n2", few) == ["n0", "n1", "n3", "n4"]
+    many = [f"n{n:04}" for n in range(1000)]
+    called = Counter(peer for node in many for peer in checkup.next_to(node, many))
+    assert set(called) == set(many) and set(called.values()) == {checkup.MANY}
+    assert "n0000" in checkup.next_to("n0999", many) and "n0999" not in checkup.next_to("n0999", many)
+
+
+# ---- what the driver knows -------------------------------------------------------------------------------------------
+
+
+class Nvml(types.ModuleType):
+    """As much of pynvml as is asked, for a driver that knows of these GPUs; None for no driver."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x40, 0x80
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, gpus: list[dict[str, Any]] | None) -> None:
+        super().__init__("pynvml")
+        self.gpus = gpus
+
+    def nvmlInit(self) -> None:
+        if self.gpus is None:
+            raise self.NVMLError("NVML Shared Library Not Found")
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus or [])
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        gpu = (self.gpus or [])[index]
+        if gpu.get("lost"):
+            raise self.NVMLError("GPU is lost")
+        return gpu
+
+    def nvmlDeviceGetName(self, gpu: dict[str, Any]) -> bytes:
+        return b"NVIDIA H100"
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: dict[str, Any], kind: int, since: int) -> int:
+        assert (kind, since) == (1, 0)
+        return self._of(gpu, "ecc")
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, gpu: dict[str, Any]) -> int:
+        return self._of(gpu, "retired")
+
+    def nvmlDeviceGetRemappedRows(self, gpu: dict[str, Any]) -> tuple[int, int, int, int]:
+        return 0, 0, self._of(gpu, "pending"), self._of(gpu, "failed")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: dict[str, Any]) -> int:
+        return self._of(gpu, "slowed")
+
+    def _of(self, gpu: dict[str, Any], name: str) -> int:
+        if gpu.get("silent"):
+            raise self.NVMLError("Not Supported")
+        return int(gpu.get(name, 0))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ({}, []),
+        ({"silent": True}, []),
+        ({"lost": True}, ["GPU 1 cannot be asked: GPU is lost"]),
+        ({"ecc": 3}, ["GPU 1: 3 uncorrected ECC errors since the driver was loaded"]),
+        ({"retired": 1}, ["GPU 1: memory pages wait to be retired (a reset of the GPU is due)"]),
+        ({"failed": 1}, ["GPU 1: memory rows could not be remapped (the GPU is to be replaced)"]),
+        ({"pending": 1}, ["GPU 1: memory rows wait to be remapped (a reset of the GPU is due)"]),
+        ({"slowed": 0x41}, ["GPU 1: slowed down by heat"]),
+    ],
+)
+def test_what_the_driver_holds_against_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpu: dict[str, Any], said: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml([{}, gpu]))
+    gpus, why_not = gpuhealth.ask()
+    assert (gpus[0]["faults"], gpus[1]["faults"], why_not) == ([], said, "")
+
+
+def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(None))
+    assert gpuhealth.ask() == ([], "no NVIDIA driver to ask: NVML Shared Library Not Found")

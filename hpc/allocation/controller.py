@@ -100,9 +100,7 @@ class Controller:
         self._tell_lost_hosts()
         while True:
             self._clear_for_start()
-            refused = (
-                self.loaded.config.launch.preflight == "full" and not self.restart and self._refused_by_preflight()
-            )
+            refused = not self.restart and self._refused_by_preflight()
             end = self._note_end(exitcodes.UNAVAILABLE if refused else self.start_and_wait())
             decision = self._decide(end)
             if decision.action is Action.AGAIN:
@@ -399,6 +397,8 @@ class Controller:
             return ()
 
     def _refused_by_preflight(self) -> bool:
+        if self.step.local or self.loaded.config.launch.preflight != "full":
+            return False
         return preflight.refuses(self.allocation, self.loaded, self.folder, say=self.say, complain=complain)
 
     def _failed_before(self) -> Sequence[Failure]:

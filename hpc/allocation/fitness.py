@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,12 +122,10 @@ def _blame(checked: Checked, view: Callable[[Mapping[str, Any]], Mapping[str, An
         for peer, facts in view(told).items()
         if peer in checked.told and "error" in facts
     }
-    half = max(1, len(checked.told) - 1) / 2
-    bad = {
-        node
-        for node in checked.told
-        if sum(node == pair[0] for pair in broken) > half or sum(node == pair[1] for pair in broken) > half
-    }
+    tried = [(node, peer) for node, told in checked.told.items() for peer in view(told) if peer in checked.told]
+    calls, called = Counter(node for node, _ in tried), Counter(peer for _, peer in tried)
+    failed, missed = Counter(node for node, _ in broken), Counter(peer for _, peer in broken)
+    bad = {node for node in checked.told if 2 * failed[node] > calls[node] or 2 * missed[node] > called[node]}
     for (node, peer), error in broken.items():
         if peer in bad and node not in bad:
             yield Finding(node=peer, what=f"{node} cannot {verb} it: {error}")

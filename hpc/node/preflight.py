@@ -52,6 +52,11 @@ class GpuCheck:
         self._wait_for_driver()
         if self._asking is not None:  # before anything is forked
             self._asking.join(max(0.1, LIMIT_S - (time.monotonic() - self._started)))
+            if self._asking.is_alive():
+                raise UnfitNode(
+                    f"node {self._host} is unhealthy: the GPU driver (NVML) gave no answer in {LIMIT_S:.0f} s; "
+                    f"leave this node out with --exclude {self._host} and tell the cluster's administrators"
+                )
         return [*self._faults, *_little_room()]
 
     def _ask_driver(self) -> None:
