@@ -281,7 +281,8 @@ class Loop:
             self._evaluate()
         if save or evaluate:
             self._restart_clocks()
-            self.heartbeat.beat(step)
+            if self.world.is_rank_zero or not save:
+                self.heartbeat.beat(step)  # the others' next step waits for rank 0, whose save may wait for the one before
 
     def _restart_clocks(self) -> None:
         """What was done until now was no step."""
