@@ -105,9 +105,11 @@ class RunDirectory:
     def open(cls, path: Path, *, shared: bool = False, local: bool = False) -> RunDirectory:
         """The run directory at `path`, after a check that nobody else can have put things into it, or it into its place.
 
-        On the way to it, links and folders may be root's or this user's, and nobody else may write in the folders (in
-        sticky ones, such as /tmp, everybody may). `shared` (run_root_shared) lets everything pass on the way; of a `local`
-        run, which stays with who has started it, folders that others may write in are only warned of.
+        Links on the way to it may be root's or this user's; so may the folder that it lies in, where nobody else may write
+        (in a sticky one, such as /tmp, everybody may). Folders further up may belong to a project's people, and be written
+        by their group, but not by everybody: they could put away what is here, but what they put in its place is not the
+        user's own, and refused. `shared` (run_root_shared) lets everything pass on the way; of a `local` run, which stays
+        with who has started it, folders of root's or one's own that others may write in are only warned of.
 
         Raises:
             RunDirectoryError: not a directory, a link, owned by somebody else, writable by others, or below such.
@@ -250,13 +252,13 @@ def _check_way(path: Path, *, local: bool) -> None:
         RunDirectoryError: names the link or the folder, whose it is, and what to do.
     """
     here, ahead, links = Path("/"), list(reversed(path.parent.parts[1:])), 0
-    _check_on_way(here, path, local=local)
+    _check_on_way(here, path, last=not ahead, local=local)
     while ahead:
         part = ahead.pop()
         if part == "..":
             here = here.parent
             continue
-        if not _check_on_way(here / part, path, local=local):
+        if not _check_on_way(here / part, path, last=not ahead, local=local):
             return
         if not os.path.islink(here / part):
             here /= part
@@ -270,20 +272,23 @@ def _check_way(path: Path, *, local: bool) -> None:
         ahead += reversed([name for name in target.parts if name != "/"])
 
 
-def _check_on_way(entry: Path, path: Path, *, local: bool) -> bool:
-    """Check one link or folder on the way to a path; False when it is not there (yet)."""
+def _check_on_way(entry: Path, path: Path, *, last: bool, local: bool) -> bool:
+    """Check one link or folder on the way to a path, or the `last` one; False when it is not there (yet)."""
     try:
         status = os.lstat(entry)
     except OSError:
         return False
-    warn = False
-    if status.st_uid not in (0, os.geteuid()) and not _stands_for_root(status.st_uid):
+    warn, is_link = False, stat.S_ISLNK(status.st_mode)
+    foreign = status.st_uid not in (0, os.geteuid()) and not _stands_for_root(status.st_uid)
+    writable = _others_may_write(status) if last else bool(status.st_mode & stat.S_IWOTH)
+    exchangeable = writable and not is_link and not status.st_mode & stat.S_ISVTX
+    if foreign and (last or is_link or exchangeable):
         fault = f"belongs to user id {status.st_uid}"
-    elif not stat.S_ISLNK(status.st_mode) and not status.st_mode & stat.S_ISVTX and _others_may_write(status):
+    elif exchangeable:
         fault, warn = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})", local
     else:
         return True
-    what = "link" if stat.S_ISLNK(status.st_mode) else "folder"
+    what = "link" if is_link else "folder"
     message = (
         f"run directory {path}: the {what} {entry} on the way to it {fault}, who could put other files in its place: "
         f"give another place with run_root=DIR, or, where these people are trusted, run_root_shared=true"

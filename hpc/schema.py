@@ -84,7 +84,13 @@ class LaunchConfig:
     """How often a program that failed by itself (an exception, an exit code) is started again inside one allocation."""
     hang_timeout_s: float = 600.0
     """Seconds without a step after which a worker of a training job is taken to hang and is ended (saves, evaluations and the
-    start-up may take six times as long); 0 never does. A worker that is stopped by SIGSTOP is noticed after 10 s anyway."""
+    start-up may take six times as long); 0 never does. A worker that is stopped by SIGSTOP is noticed after 10 s anyway.
+    A script of yours is looked after from its first call of hpc.beats.beat() on, or as output_beats says."""
+    output_beats: bool = False
+    """For a script: what a rank prints counts as a step, so that a rank that prints nothing for hang_timeout_s is ended."""
+    slow_after_s: float = 60.0
+    """Seconds for which a rank of a training job has to need clearly longer for its own part of a step than the others (1.5 times,
+    and a tenth of a step) until it is named."""
     resubmit: bool | None = None
     """Where the job may not be requeued, send a new one that goes on with the run, once after each attempt: null does so when the
     site forbids it, true also with slurm.requeue=false, false never (the command is printed)."""
@@ -197,8 +203,8 @@ class Config:
     run_dir: str | None = None
     """The run directory itself, when it is to be an existing or a given one."""
     run_root_shared: bool = False
-    """Let run directories lie below folders and links that belong to other users, or in which others may write: a project's
-    folder, say. These people could exchange a run directory, and what is run from it."""
+    """Let run directories lie in a folder that belongs to another user or in which others may write, below one in which
+    everybody may, or behind another user's link. These people could exchange a run directory, and what is run from it."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

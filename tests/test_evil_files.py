@@ -29,8 +29,7 @@ from hpc.allocation import verdict
 from hpc.config import load, load_text
 from hpc.errors import HpcError
 from hpc.login import status
-from hpc.node.outcome import read_error_file
-from hpc.rundir import RunDirectory
+from hpc.rundir import RunDirectory, read_error_file
 from hpc.train import checkpoint, metrics
 from hpc.train.checkpoint import CheckpointError, Checkpoints, damage
 

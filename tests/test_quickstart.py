@@ -116,7 +116,7 @@ def test_a_second_time_installs_nothing_and_a_larger_set_is_enough(machine: Mach
 
 def test_quickstart_trains_and_says_what_is_next(machine: Machine) -> None:
     done = machine.run("quickstart", "train.epochs=1")
-    assert machine.calls()[-1] == "-m hpc.submit --local --name quickstart run_root_shared=true train.epochs=1"
+    assert machine.calls()[-1] == "-m hpc.submit --local --name quickstart train.epochs=1"
     last = done.stdout.splitlines()[-1]
     assert "hpc.submit --nodes 2 --gpus-per-node 4" in last and "--dry-run" in last and "sbin/devcluster up" in last
 

@@ -4,6 +4,7 @@ import ast
 import json
 import multiprocessing
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -72,48 +73,52 @@ OTHER = 12345
 
 
 @pytest.mark.parametrize(
-    ("owner", "mode", "passes"),
+    ("owner", "mode", "last", "above"),
     [
-        (os.geteuid(), 0o755, True),
-        (os.geteuid(), 0o1777, True),  # as /tmp: nobody can take away what is another's
-        (os.geteuid(), 0o777, False),
-        pytest.param(OTHER, 0o755, False, marks=AS_ROOT),
-        pytest.param(OTHER, 0o1777, False, marks=AS_ROOT),
+        (os.geteuid(), 0o755, True, True),
+        (os.geteuid(), 0o1777, True, True),  # as /tmp: nobody can take away what is another's
+        (os.geteuid(), 0o777, False, False),
+        pytest.param(OTHER, 0o755, False, True, marks=AS_ROOT),  # above: a project's folder, or a container's mount
+        pytest.param(OTHER, 0o1777, False, True, marks=AS_ROOT),
+        pytest.param(OTHER, 0o777, False, False, marks=AS_ROOT),
     ],
 )
 def test_s3_s7_a_folder_on_the_way_that_somebody_else_holds_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], owner: int, mode: int, passes: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], owner: int, mode: int, last: bool, above: bool
 ) -> None:
+    """`last`, `above`: whether a run directory may lie in such a folder, or in a folder of one's own in it."""
     folder = tmp_path / "project"
-    (folder / "mine").mkdir(parents=True)
-    (folder / "mine").chmod(0o700)
-    folder.chmod(mode)
-    if owner != os.geteuid():
-        os.chown(folder, owner, -1)
-    for make in (lambda: RunDirectory.create(folder / "mine" / "new", "a"), lambda: RunDirectory.open(folder / "mine")):
+    for path, passes in ((folder / "run", last), (folder / "runs" / "run", above), (folder / "a" / "b" / "run", above)):
+        folder.mkdir()
+        folder.chmod(mode)
+        if owner != os.geteuid():
+            os.chown(folder, owner, -1)
         if passes:
-            assert make().path.is_relative_to(folder)
-            continue
-        with pytest.raises(RunDirectoryError, match=f"{folder} on the way to it.*run_root_shared=true"):
-            make()
-        assert not list((folder / "mine").iterdir())
-    assert RunDirectory.create(folder / "mine" / "new", "a", shared=True).path.is_dir()
-    if owner == os.geteuid():  # a local run goes on
-        assert RunDirectory.create(folder / "mine" / "new", "a", local=True).path.is_dir()
-        assert ("can be written by others" in capsys.readouterr().err) is not passes
-        return
-    with pytest.raises(RunDirectoryError, match=f"user id {owner}"):
-        RunDirectory.create(folder / "mine" / "new", "a", local=True)
+            assert RunDirectory.make(path).path == RunDirectory.open(path).path == path
+        else:
+            with pytest.raises(RunDirectoryError, match=f"{folder} on the way to it.*run_root_shared=true"):
+                RunDirectory.make(path)
+            assert not list(folder.iterdir())
+            if owner == os.geteuid():  # a local run goes on
+                capsys.readouterr()
+                assert RunDirectory.make(path, local=True).path.is_dir()
+                assert "can be written by others" in capsys.readouterr().err
+            assert RunDirectory.make(path, shared=True).path.is_dir()
+            with pytest.raises(RunDirectoryError, match=f"{folder} on the way to it"):
+                RunDirectory.open(path)
+        shutil.rmtree(folder)
 
 
 @AS_ROOT
-def test_s3_s7_a_group_that_others_are_in_may_not_write_on_the_way(tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own").chmod(0o775)  # umask 002, and a group of the user's own: the rule on many machines
-    RunDirectory.create(tmp_path / "own", "a")
-    os.chown(tmp_path / "own", -1, OTHER)
+def test_s3_s7_a_group_that_others_are_in_may_not_write_where_a_run_lies(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    project.chmod(0o2775)  # umask 002, and a group of the user's own: the rule on many machines
+    RunDirectory.make(project / "a")
+    os.chown(project, -1, OTHER)
     with pytest.raises(RunDirectoryError, match="can be written by others"):
-        RunDirectory.create(tmp_path / "own", "a")
+        RunDirectory.make(project / "b")
+    RunDirectory.make(project / "runs" / "a")
 
 
 def test_s3_a_link_on_the_way_counts_by_where_it_leads(tmp_path: Path) -> None:
