@@ -223,14 +223,19 @@ def restarts(bench: Bench) -> Iterator[Row]:
 
 
 def beside_torchrun(bench: Bench) -> Iterator[Row]:
-    ours, rival = [], []
+    ours, rival, failed = [], [], []
     for who in alternating(["torchrun", "ours"], bench.turns or (2 if bench.quick else 8)):
         if who == "torchrun":
-            rival.append(comebacks.torchrun(bench))
+            try:
+                rival.append(comebacks.torchrun(bench))
+            except NotMeasured as error:
+                failed.append(str(error))
         else:
             with comebacks.drill(bench, *ONE_NODE) as run:
                 ours.append(comebacks.hurt(run, signal.SIGKILL, 16)["again"])
-    reason = f"{_range(ours)} and {_range(rival)}; ours imports torch once per node and torchrun in each worker"
+    if not rival:
+        raise NotMeasured(f"torchrun never came back: {failed[-1]}")
+    reason = f"{_range(ours)} and {_range(rival)} (torchrun failed to come back {len(failed)} times); ours imports torch once per node and torchrun in each worker"
     yield compared(BESIDE_TORCHRUN, "torchrun --max-restarts", ours, rival, 0.5, reason)
 
 

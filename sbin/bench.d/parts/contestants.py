@@ -1,6 +1,6 @@
 """Training runs on the dev cluster that are to come back by themselves: ours, and what people use now.
 
-Each runs two ranks that step for ever, mostly asleep, and keeps a diary of the steps it began (parts/diary.py).
+Each runs ranks that step for ever, mostly asleep, and keeps a diary of the steps it began (parts/diary.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ MEMORY = 64 << 20
 
 
 class Contestant:
-    """One run. `ranks` are on one node unless a subclass says otherwise."""
+    """One run of so many ranks."""
 
     name = ""
-    ranks = 2
     comes_back = True
     """By itself, after a crash; otherwise somebody has to submit it again."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, ranks: int) -> None:
         self.rig = bench.rig()
-        self.folder = bench.user_folder()
-        self.diary = Diary(self.folder / "diary", self.ranks)
+        self.folder, self.ranks = bench.user_folder(), ranks
+        self.diary = Diary(self.folder / "diary", ranks)
         self.job_id = ""
         self.looked = 0.0
 
@@ -89,8 +88,8 @@ class Ours(Contestant):
 
     name = "ours"
 
-    def __init__(self, bench: Bench, *words: str, nodes: int = 1, gpus: int = 2) -> None:
-        super().__init__(bench)
+    def __init__(self, bench: Bench, *words: str, nodes: int = 1, gpus: int = 2, ranks: int = 2) -> None:
+        super().__init__(bench, ranks)
         self.words = ["--nodes", str(nodes), "--gpus-per-node", str(gpus), *words]
         self.path = Path()
         shutil.copytree(RACER, self.folder / "jobs" / "racer", ignore=shutil.ignore_patterns("__pycache__"))
@@ -140,13 +139,20 @@ class Torchrun(Contestant):
 
     name = "torchrun"
 
-    def __init__(self, bench: Bench, save_s: float, step_s: float) -> None:
-        super().__init__(bench)
-        self.environ = rival_environ(self.folder, self.rig, save_s, step_s)
+    def __init__(self, bench: Bench, ranks: int, save_s: float, step_s: float) -> None:
+        super().__init__(bench, ranks)
+        self.environ = rival_environ(self.folder, self.rig, ranks, save_s, step_s)
 
     def submit(self) -> None:
         script = self.folder / "periodic_torchrun.sbatch"
-        options = ["--nodes=1", "--ntasks=1", "--cpus-per-task=4", "--gpus-per-node=2", "--time=60", "--requeue"]
+        options = [
+            "--nodes=1",
+            "--ntasks=1",
+            f"--cpus-per-task={self.ranks}",
+            f"--gpus-per-node={self.ranks}",
+            "--time=60",
+            "--requeue",
+        ]
         options += [f"--output={self.folder}/job.log", "--open-mode=append", "--signal=B:USR2@90"]
         self.job_id = self.rig.sbatch(*options, script, cwd=self.folder, env=self.environ)
 
@@ -160,9 +166,9 @@ class Submitit(Contestant):
     name = "submitit"
     comes_back = False
 
-    def __init__(self, bench: Bench, save_s: float, step_s: float) -> None:
-        super().__init__(bench)
-        self.environ = rival_environ(self.folder, self.rig, save_s, step_s)
+    def __init__(self, bench: Bench, ranks: int, save_s: float, step_s: float) -> None:
+        super().__init__(bench, ranks)
+        self.environ = rival_environ(self.folder, self.rig, ranks, save_s, step_s)
 
     def submit(self) -> None:
         argv = [self.rig.python, self.folder / "periodic_submitit.py"]
@@ -172,7 +178,7 @@ class Submitit(Contestant):
         self.job_id = self.rig.track(done.stdout.split()[-1])
 
 
-def rival_environ(folder: Path, rig: Any, save_s: float, step_s: float) -> dict[str, str]:
+def rival_environ(folder: Path, rig: Any, ranks: int, save_s: float, step_s: float) -> dict[str, str]:
     """The rivals' scripts in the user's folder, and what they find in their environment."""
     owner = folder.stat()
     (folder / "diary").mkdir()
@@ -181,6 +187,7 @@ def rival_environ(folder: Path, rig: Any, save_s: float, step_s: float) -> dict[
         shutil.copy(path, folder)
     return {
         "BENCH_FOLDER": str(folder),
+        "BENCH_RANKS": str(ranks),
         "BENCH_SAVE_S": f"{save_s:g}",
         "BENCH_STEP_S": f"{step_s:g}",
         "BENCH_TORCHRUN": str(Path(rig.python).parent / "torchrun"),

@@ -153,7 +153,7 @@ class Bench:
             if rig.site.saved_shape() is None:
                 self._stack.callback(rig.devcluster, "down", check=False)
             if rig.devcluster("status", check=False).returncode != 0:
-                rig.devcluster("up", timeout=900)
+                rig.devcluster("up", *([] if rig.site.saved_shape() else ["--nodes", "3"]), timeout=900)
             os.environ["SLURM_CONF"] = str(rig.slurm_conf)
             rig.python = self.python if self._works_for_user(rig) else cluster_rig.python_for_jobs(rig)
             if rig.run(["test", "-r", str(ROOT / "sbin" / "bench")]).returncode == 0:

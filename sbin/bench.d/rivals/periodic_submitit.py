@@ -26,8 +26,9 @@ if __name__ == "__main__":
     import periodic_submitit  # so that the pickle names this module, and not __main__
 
     executor = submitit.SlurmExecutor(os.environ["BENCH_FOLDER"] + "/submitit")
+    ranks = int(os.environ["BENCH_RANKS"])
     executor.update_parameters(
-        nodes=1, ntasks_per_node=2, gpus_per_node=2, time=60, srun_args=["--kill-on-bad-exit=1"],
+        nodes=1, ntasks_per_node=ranks, gpus_per_node=ranks, time=60, srun_args=["--kill-on-bad-exit=1"],
         additional_parameters={"requeue": True, "wckey": ""},
     )  # fmt: skip
     print(executor.submit(periodic_submitit.Training()).job_id)
