@@ -86,6 +86,7 @@ class Controller:
         self._keyboard = False
         self._signals = 0
         self._mark = ""  # of the present start
+        self._lost: tuple[str, ...] = ()  # nodes, after it
 
     def run(self) -> int:
         """Start the step, wait for it, decide, as often as it takes; returns the exit code of the job."""
@@ -111,10 +112,10 @@ class Controller:
                     self.restarts += not decision.is_retry
                     continue
                 decision = self._decide(end)  # a signal came meanwhile
-            self._sweep(end)
+            self._sweep()
             return self._act(decision, end)
 
-    def _sweep(self, end: End) -> None:
+    def _sweep(self) -> None:
         """Every node, after the attempt; between two starts the agents of the next one do it."""
         if self.step.local:
             return
@@ -124,7 +125,7 @@ class Controller:
             self._mark,
             python=self.python,
             environ=agent_environ(self.step, self.loaded, {}),
-            without=self._lost_nodes(end),
+            without=self._lost,
             limit_s=5.0 if hurried else LIMIT_S,
         )
         for line in lines:
@@ -310,7 +311,7 @@ class Controller:
         progress = (steps["steps_to"] or 0) > self._start_from and not self.loaded.config.command
         if progress:
             self.forgiven = self.restarts
-        facts = self._facts()
+        facts, self._lost = self._facts(), self._lost_nodes(end)
         ending = Ending(
             code=end.code,
             started=end.started,
@@ -327,7 +328,7 @@ class Controller:
             cut_short=facts.cut_short,
             may_requeue=facts.may_requeue
             or may_resubmit(allocation, self.loaded, self.run_dir, is_batch=facts.is_batch),
-            lost_nodes=self._lost_nodes(end),
+            lost_nodes=self._lost,
             local=self.step.local,
             steps_from=steps["steps_from"],
             steps_to=steps["steps_to"],
