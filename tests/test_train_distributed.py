@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_server import Ranks
+from steps import ROOT
 
 from hpc.errors import EnvironmentMismatch
 from hpc.ranks import RankInfo
@@ -200,3 +203,29 @@ def test_variables_that_contradict_each_other_are_refused(
 def test_c06_loader_processes_bear_the_notices_of_their_rank(ranks: Ranks, tmp_path: Path) -> None:
     arguments = ("toy", "train.loader_workers=2", "train.batch_size=4", "trouble=signal", "trouble_step=2")
     ranks(tmp_path, *arguments, "train.epochs=2").check()
+
+
+TWICE = """\
+import os, signal
+from hpc.schema import TrainConfig
+from hpc.train.distributed import connect
+
+with connect(TrainConfig(device="cpu"), 60) as world:
+    world.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+    seen = world.store.add("seen", 1)
+    world.barrier()
+    print("rank", world.rank, "of", world.size, "met, seen", world.store.add("seen", 0), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_meet_again_after_a_restart_by_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*argv, str(tmp_path / "twice.py")], env=environ, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 met, seen 2" for rank in range(2)]

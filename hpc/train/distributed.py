@@ -219,6 +219,10 @@ def _join(info: RankInfo, device: torch.device, timeout_s: float, rendezvous_tim
     try:
         store, rank, size = next(rendezvous("env://", info.rank, info.world_size, timeout=patience))
         store.set_timeout(patience)
+        # torchrun keeps one store over its restarts: without a part of its own each start finds the addresses of the dead
+        # ones (pytorch issue 135712). It counts the starts of each node alone, so this is no word for several nodes.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if info.nodes == 1 else "0"
+        store = dist.PrefixStore(f"start-{start}", store)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
