@@ -140,6 +140,16 @@ class RunDirectory:
         text = os.environ.get(RUN_DIR_VARIABLE)
         return cls(Path(text)) if text else None
 
+    def batch_script(self) -> tuple[Path, str | None] | None:
+        """The script that hpc.submit sent for this run, and the index of the array's element that it is, if it is one.
+
+        None when it was not sent by hpc.submit.
+        """
+        if self.job_script.is_file():
+            return self.job_script, None
+        element, script = re.fullmatch("array-([0-9]+)", self.path.name), self.path.parent / self.job_script.name
+        return (script, element[1]) if element is not None and script.is_file() else None
+
     def attempt(self, number: int) -> Path:
         """The folder of one attempt (not made here)."""
         return self.path / f"attempt-{number}"

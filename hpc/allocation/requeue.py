@@ -234,12 +234,12 @@ def exclude(
 def may_resubmit(allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, is_batch: bool) -> bool:
     """Whether the run goes on as a new job when this one may not be requeued: it is allowed to, and was sent by hpc.submit.
 
-    Not an element of an array: the script asks for all of them. Pure but for a look whether there is a script.
+    Pure but for a look whether there is a script.
     """
     allowed = loaded.config.launch.resubmit
     if allowed is None:
         allowed = loaded.config.slurm.requeue
-    return allowed and is_batch and allocation.array_index is None and run_dir.job_script.is_file()
+    return allowed and is_batch and run_dir.batch_script() is not None
 
 
 def resubmit(run_dir: RunDirectory) -> str:
@@ -255,7 +255,7 @@ def resubmit(run_dir: RunDirectory) -> str:
         )
     except subprocess.TimeoutExpired:
         raise SlurmCommandError(f"no answer within {RESUBMIT_LIMIT_S:g} s: look whether it is in the queue") from None
-    found = re.match(r"job ([0-9]+) submitted", done.stdout)
+    found = re.match(r"job ([0-9]+(?:_[0-9]+)?) submitted", done.stdout)
     if done.returncode != 0 or found is None:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise SlurmCommandError(lines[-1] if lines else f"hpc.submit exited {done.returncode}")
@@ -269,7 +269,7 @@ def continuation(allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, 
         return f"python -m hpc.launch --local --run-dir {path}"
     if not is_batch:
         return f"python -m hpc.launch --run-dir {path}"
-    if run_dir.job_script.is_file():
+    if run_dir.batch_script() is not None:
         return f"python -m hpc.submit --continue {path}"
     words = ["python -m hpc.submit", f"--config {shlex.quote(str(run_dir.config_file))}"]
     slurm = loaded.config.slurm

@@ -142,13 +142,16 @@ def send_again(path: Path, *, allow_root: bool = False) -> Continued:
         SlurmCommandError: no answer from Slurm, so that the job may be queued.
     """
     run_dir = RunDirectory.open(path, shared=True)  # what is on the way to it was looked at when it was made
-    if not run_dir.job_script.is_file():
+    sent = run_dir.batch_script()
+    if sent is None:
         raise UsageError(
             f"{printable(str(path))} has no job.sh: it was not sent by hpc.submit; send it as you did before"
         )
-    check_own(run_dir.job_script)
+    job_script, index = sent
+    check_own(job_script)
     events = list(run_dir.events())
-    jobs = [str(event["job_id"]) for event in events if event.get("event") == "submitted" and event.get("job_id")]
+    told = "submitted" if index is None else "started"  # of an element the record begins in the job itself
+    jobs = [str(event["job_id"]) for event in events if event.get("event") == told and event.get("job_id")]
     jobs += [str(event["new_job_id"]) for event in events if event.get("event") == "continued"]
     last = max((event["attempt"] for event in events if isinstance(event.get("attempt"), int)), default=0)
     inherited = without_outer_job(os.environ, keep_gpus=False)
@@ -165,16 +168,21 @@ def send_again(path: Path, *, allow_root: bool = False) -> Continued:
     except FileExistsError:
         raise UsageError(f"attempt {last} was continued already, see {printable(str(script))}") from None
     with open(descriptor, "wb") as stream:
-        stream.write(run_dir.job_script.read_bytes())
+        stream.write(job_script.read_bytes())
     left_out = badnodes.left_out_again(run_dir.config_file)
-    options = [*left_out.options, *([f"--dependency=afterany:{own}"] if own is not None and own in jobs else [])]
+    options = [
+        *left_out.options,
+        *([f"--array={index}"] if index is not None else []),
+        *([f"--dependency=afterany:{own}"] if own is not None and own in jobs else []),
+    ]
     try:
         job_id = delivery.deliver(script, inherited.environ, options)
     except SubmissionError:
         script.unlink()
         raise
+    job_id = job_id if index is None else f"{job_id}_{index}"
     run_dir.append_event("continued", attempt=last, job_id=jobs[-1] if jobs else None, new_job_id=job_id)
-    output = output_file(run_dir.path, job_id)
+    output = output_file(job_script.parent, job_id)
     return Continued(job_id=job_id, run_dir=run_dir.path, output=output, note=left_out.note)
 
 

@@ -192,26 +192,33 @@ def test_q18_an_exception_fails_at_once_and_once(run: Run) -> None:
     assert run.decisions() == ["fail"] and "bad batch 17" in run.text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("by_itself", [True, False])
-def test_where_the_job_may_not_be_requeued_a_new_one_goes_on_once(run: Run, by_itself: bool) -> None:
+@pytest.mark.parametrize(("by_itself", "element"), [(True, None), (False, None), (True, "3")])
+def test_where_the_job_may_not_be_requeued_a_new_one_goes_on_once(
+    run: Run, by_itself: bool, element: str | None
+) -> None:
     more = ["launch.resubmit=true"] if by_itself else []
+    more += [f"slurm.extra.array={element}"] if element else []
     run.submit(*ONE, "slurm.requeue=false", *more, "--", "train.py", "60")
+    suffix = f"_{element}" if element else ""
+    whole, run.job_id = run.path, run.job_id + suffix
     run.wait_for("STEP 1 10\n")
     run.rig.slurm("scancel", "--signal=TERM", run.job_id)
     assert run.rig.wait(run.job_id, timeout=60) == "FAILED" and run.rig.job(run.job_id)["ExitCode"] == "75:0"
+    path = whole / f"array-{element}" if element else whole
     if by_itself:
-        (second,) = re.findall(r"may not be requeued, so it goes on as job (\d+)", run.text)
-        command = f"-m hpc.submit --continue {shlex.quote(str(run.path))}"
+        (second,) = re.findall(r"may not be requeued, so it goes on as job (\w+)", run.text)
+        command = f"-m hpc.submit --continue {shlex.quote(str(path))}"
     else:
         (command,) = re.findall(r"may not be requeued, go on with: python (.*)", run.text)
         done = run.rig.run(["sh", "-c", f"'{run.rig.python}' {command}"], cwd=run.folder, env=run.environ)
         assert done.returncode == 0, done.stdout + done.stderr
         (second,) = re.findall(r"^job (\d+) submitted", done.stdout, re.MULTILINE)
-    run.rig.track(second)
+    run.rig.track(second.removesuffix(suffix))
     again = run.rig.run(["sh", "-c", f"'{run.rig.python}' {command}"], cwd=run.folder, env=run.environ)
     assert again.returncode == 2 and "submitted" not in again.stdout, again.stderr
     assert run.rig.wait(second, timeout=90) == "COMPLETED", run.rig.report(second)
-    text = run.text + (run.path / f"slurm-{second}.out").read_text()
+    text = run.text + (whole / f"slurm-{second}.out").read_text()
     assert [int(step) for step in re.findall(r"STEP 0 (\d+)", text)] == list(range(1, 61))
     assert len(list((run.folder / "runs").iterdir())) == 1
+    run.path = path
     assert [event["attempt"] for event in run.events("started")] == [0, 1]
