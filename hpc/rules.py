@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "launch.rendezvous_timeout_s": (1, 86_400),
     "launch.grace_s": (0, 3600),
     "launch.hang_timeout_s": (0, 86_400),
+    "launch.slow_after_s": (1, 86_400),
     "launch.max_restarts": (0, 1000),
     "launch.retry_failures": (0, 1000),
 }

@@ -145,3 +145,24 @@ def test_the_cause_is_who_does_not_wait(words: list[str], guilty: tuple[int, ...
     stacks = [stack(rank, text) for rank, text in enumerate(words)]
     assert culprits(groups_of(stacks)) == guilty
     assert Stack.from_dict(json.loads(json.dumps(stacks[0].to_dict()))) == stacks[0]
+
+
+SILENT = """
+import os, time
+while True:
+    print("step", flush=True)
+    time.sleep(600 if os.environ["RANK"] == "1" else 0.2)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_prints_no_more_is_ended_where_output_counts_as_a_step(step: Step) -> None:
+    """Fresh interpreters have no handler that shows their stacks: they are looked at from outside, and not hurt by it."""
+    (step.folder / "silent.py").write_text(SILENT)
+    arguments = ("--no-fork", "--workers-per-node", "2", "--hang-timeout", "4", "--output-beats", "--", "silent.py")
+    step.agent(environ_of(step, tasks_per_node=(1,)), *arguments)
+    (ended,) = step.ends()
+    first = outcome_of(step)["first"]
+    assert isinstance(first, dict) and ended.code == 124, ended.stderr
+    assert first["rank"] == 1 and first["message"].startswith("hung: no sign of life for ")
+    assert "rank" in first["stacks"] and step.gone(10), step.left()

@@ -72,6 +72,9 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
     command.append(f"--grace={launch.grace_s:g}")
     if launch.hang_timeout_s > 0:
         command.append(f"--hang-timeout={launch.hang_timeout_s:g}")
+    command.append(f"--slow-after={launch.slow_after_s:g}")
+    if launch.output_beats:
+        command.append("--output-beats")
     command.append(f"--warning={loaded.config.slurm.signal}")
     command += [f"--preload={name}" for name in launch.preload]
     if not launch.fork:

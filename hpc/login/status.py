@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.errors import UsageError
+from hpc.login.paces import pace_lines
 from hpc.login.shares import shares
 from hpc.rundir import RunDirectory
 
@@ -120,7 +121,7 @@ def _one_run(run_dir: RunDirectory) -> list[str]:
     used = shares(events)
     if used is not None:
         lines.append(f"of {_duration(used.whole)} since the submission: {used.line()}")
-    return lines
+    return [*lines, *pace_lines(events)]
 
 
 def _guess_ends(starts: list[Start], run_dir: RunDirectory) -> None:

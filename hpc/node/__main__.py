@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             grace_s=asked.grace,
             allow_loopback=asked.allow_loopback,
             hang_timeout_s=asked.hang_timeout,
+            slow_after_s=asked.slow_after,
+            output_beats=asked.output_beats,
             cores_asked=asked.cores_asked,
             warning=signal.Signals[f"SIG{asked.warning}"],
             code=code,
@@ -131,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grace", type=_seconds, default=30.0, metavar="S", help="from a passed-on SIGTERM to SIGKILL")
     parser.add_argument(
         "--hang-timeout", type=_seconds, default=0.0, metavar="S", help="end a worker that makes no step for so long"
+    )
+    parser.add_argument(
+        "--slow-after", type=_seconds, default=60.0, metavar="S", help="name a rank that is slower than others so long"
+    )
+    parser.add_argument(
+        "--output-beats", action="store_true", help="what a worker prints counts as a step for --hang-timeout"
     )
     parser.add_argument(
         "--warning", type=_signal, default="USR2", metavar="SIGNAL", help="the notice that is passed on"

@@ -21,8 +21,10 @@ from hpc.node import clock, leftovers, signals, stacks
 from hpc.node.assembly import Assembly, Go, OthersEnded
 from hpc.node.environment import TaskEnvironment
 from hpc.node.inquest import Inquest
+from hpc.node.journal import Journal, number_in
 from hpc.node.meeting import Connection
-from hpc.node.outcome import Failure, first_failure, write_outcome, write_refusal
+from hpc.node.outcome import Failure, first_failure, write_refusal
+from hpc.node.pace import Paces
 from hpc.node.preflight import GpuCheck
 from hpc.node.pulse import LOOK_S, Watch
 from hpc.node.settings import AgentSettings
@@ -32,7 +34,7 @@ from hpc.node.streams import WorkerStream
 from hpc.node.tidy import Tidy
 from hpc.node.warning import Warnings
 from hpc.node.worker import Start, adopt_orphans, die_with_parent
-from hpc.rundir import BEGAN_VARIABLE, RESTART_VARIABLE, RunDirectory
+from hpc.rundir import BEGAN_VARIABLE, RunDirectory
 
 SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL when another rank of a script has failed
@@ -99,6 +101,8 @@ class Agent:
         self._unheard = Warnings(at_once=self.starter.target.is_training)
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
         self.inquest = Inquest(task, self.host_name, self.note)
+        self.journal = Journal(self.run_dir, self.assembly.attempt, self.note)
+        self.paces = Paces(settings.slow_after_s, self.note, self.journal.append)
         self._watch = Watch()
         self._last_step: int | None = None  # the newest one that any worker's heartbeat has told of
         self._parent = os.getppid()
@@ -162,21 +166,15 @@ class Agent:
         write_refusal(self.folder, self.task.task_rank, self.host_name, error)
 
     def _record_start(self, go: Go) -> None:
-        if self.run_dir is None:
-            return
-        try:
-            self.run_dir.append_event(
-                "started",
-                attempt=self.assembly.attempt,
-                restart=_number(RESTART_VARIABLE),
-                job_id=self.task.job_id,
-                began=_number(BEGAN_VARIABLE),
-                layout=self.task.layout,
-                world_size=go.infos[0].world_size,
-                nodes=[list(place) for place in go.places[:2000]],
-            )
-        except (OSError, ValueError) as error:
-            self.note(f"the record could not be written: {error}")
+        self.paces.places(go.places)
+        self.journal.append(
+            "started",
+            job_id=self.task.job_id,
+            began=number_in(BEGAN_VARIABLE),
+            layout=self.task.layout,
+            world_size=go.infos[0].world_size,
+            nodes=[list(place) for place in go.places[:2000]],
+        )
 
     # ---- while they run --------------------------------------------------------------------------------------------
 
@@ -207,6 +205,7 @@ class Agent:
                 self._unheard.deliver()
             if self.state is State.RUNNING and (times := self._watch.look()) is not None:
                 self._look_at_workers(*times)
+                self.paces.exchange(self.workers, self.assembly.guest)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._conclude()
@@ -217,6 +216,8 @@ class Agent:
         return [self.assembly.guest] if self.assembly.guest is not None else []
 
     def _on_output(self, worker: Worker, stream: WorkerStream) -> None:
+        if self.settings.output_beats:
+            worker.pulse.note_output()
         if stream in worker.streams and not stream.copy():
             worker.streams.remove(stream)
             stream.finish()
@@ -413,6 +414,8 @@ class Agent:
             self._ask_for_stacks()
             if self.inquest.complete and self.failures and not self._settled:
                 self._set_deadline(0.0)
+        elif "paces" in message:
+            self.paces.hear(message["paces"])
         elif "clock" in message:
             assert self.assembly.host is not None
             clock.answer(self.assembly.host.connections[task], message["clock"])
@@ -471,30 +474,19 @@ class Agent:
             self.assembly.host.broadcast(over={"code": code})
             self.assembly.host.flush(2.0)
         if self.assembly.is_host:
+            self.paces.conclude()
             self._write_outcome(code, first)
-        self.inquest.write(self.folder, self.assembly.attempt, _number(RESTART_VARIABLE))
-        self._clean_up()
-        return code
-
-    def _write_outcome(self, code: int, first: Failure | None) -> None:
-        if self.folder is None:
-            if first is not None:
-                self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
-            return
-        try:
-            write_outcome(self.folder, code, first, self.failures, last_step=self._steps_seen())
-        except OSError as error:
-            self.note(f"the outcome could not be written: {error}")
-
-    def _clean_up(self) -> None:
+        self.inquest.write(self.folder, self.assembly.attempt, self.journal.restart)
         leftovers.end_descendants()
         self.assembly.close()
         self.tidy.end()
+        return code
 
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else None
+    def _write_outcome(self, code: int, first: Failure | None) -> None:
+        if self.folder is None and first is not None:
+            self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
+        if self.folder is not None:
+            self.inquest.write_outcome(self.folder, code, first, self.failures, last_step=self._steps_seen())
 
 
 def follow_launcher(parent: int) -> None:

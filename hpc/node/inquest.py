@@ -12,7 +12,7 @@ from hpc.node import stacks
 from hpc.node.clock import Clock
 from hpc.node.environment import TaskEnvironment
 from hpc.node.memory import OomWatch
-from hpc.node.outcome import LOADER_KILLED, Failure, read_traceback
+from hpc.node.outcome import LOADER_KILLED, Failure, read_traceback, write_outcome
 from hpc.node.stacks import Stack
 from hpc.node.starting import Worker
 from hpc.rundir import read_error_file
@@ -180,3 +180,12 @@ class Inquest:
             stacks.write_files(folder, start, self._own, summary)
         except OSError as error:
             self._note(f"the stacks could not be written: {error}")
+
+    def write_outcome(
+        self, folder: Path, code: int, first: Failure | None, failures: Sequence[Failure], *, last_step: int | None
+    ) -> None:
+        """Tell the controller how the step has ended."""
+        try:
+            write_outcome(folder, code, first, failures, last_step=last_step)
+        except OSError as error:
+            self._note(f"the outcome could not be written: {error}")

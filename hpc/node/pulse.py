@@ -31,6 +31,15 @@ class Pulse:
     def beat(self) -> Beat | None:
         return beats.read(self._memory)
 
+    def note_output(self) -> None:
+        """The worker has printed something, and that is to count as a step."""
+        numbers = memoryview(self._memory)[: 8 * beats.NUMBERS].cast("d")
+        if numbers[beats.BEAT] <= 0.0:
+            numbers[beats.STEP] = -1.0
+            self._memory[beats.NAME] = b"step".ljust(beats.NAME.stop - beats.NAME.start, b"\0")
+        numbers[beats.BEAT] = time.monotonic()
+        numbers.release()
+
     def close_descriptor(self) -> None:
         """In the agent, once the worker has its own."""
         if self.descriptor >= 0:

@@ -26,6 +26,10 @@ class AgentSettings:
     """The signal of slurm.signal: passed on, and no reason for anybody to end."""
     hang_timeout_s: float = 0.0
     """0: nobody looks for workers that hang."""
+    slow_after_s: float = 60.0
+    """How long a rank has to be slower than the others to be named."""
+    output_beats: bool = False
+    """What a worker prints is a sign of life, as a beat is."""
     cores_asked: int | None = None
     """Cores that were asked for this task, to warn when it got fewer."""
     code: str | None = None

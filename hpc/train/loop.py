@@ -30,6 +30,7 @@ from hpc.train.record import Record
 from hpc.train.sampler import EpochSampler, MicroBatch
 from hpc.train.saving import Saved, Saving
 from hpc.train.stop import Stop
+from hpc.train.work import OwnWork
 
 log = logging.getLogger("hpc.train")
 
@@ -138,6 +139,10 @@ class Loop:
         self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._save_after = 0
         self._speed = Speed()
+        self._work = OwnWork()
+        if world.size > 1:  # between the two DDP hands the buffers of rank 0 to all
+            parts.wrapped.register_forward_pre_hook(lambda *_: self._work.stop())
+            parts.model.register_forward_pre_hook(lambda *_: self._work.go())
         self._pace = Pace(time.monotonic())
         self._measured: Saved | None = None
         self._warned = False
@@ -193,7 +198,11 @@ class Loop:
         with strategy.explained(wrapped), strategy.synchronising(wrapped, micro.last):
             with autocast(self.config, self.world):
                 loss = strategy.scalar(self.job.loss(wrapped, batch), wrapped, len(micro.keys))
+            if micro.last:
+                self._work.stop()
             self.parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
+            if micro.last:
+                self._work.go()
         if self._log_due(self.position.step + 1):
             self._sums[0] += loss.detach() * micro.count
 
@@ -213,7 +222,7 @@ class Loop:
         if parts.scheduler is not None and not skipped:
             parts.scheduler.step()
         self._advance(samples)
-        self.heartbeat.beat(self.position.step)
+        self.heartbeat.beat(self.position.step, self._work.taken())
         self._pace.step(time.monotonic(), self.saving.under_way)
         self.saving.check()
         if self.position.step == self._first + 1:
@@ -223,6 +232,7 @@ class Loop:
         self.progress.step(self.position.step)
         self._save_and_evaluate()
         self._stop_if_agreed()
+        self._work.go()
 
     def _advance(self, samples: int) -> None:
         position = self.position
@@ -288,6 +298,7 @@ class Loop:
         """What was done until now was no step."""
         self._speed.restart()
         self._pace.restart(time.monotonic())
+        self._work.go()
 
     def _save(self) -> None:
         """Begin a checkpoint of this very position; rank 0 writes, with the random generators of every rank."""
