@@ -211,11 +211,10 @@ from hpc.schema import TrainConfig
 from hpc.train.distributed import connect
 
 with connect(TrainConfig(device="cpu"), 60) as world:
+    world.store.add("seen", 1)
     world.barrier()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier()
-    seen = world.store.add("seen", 1)
     world.barrier()
     print("rank", world.rank, "of", world.size, "met, seen", world.store.add("seen", 0), flush=True)
 """
