@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "sbin" / "bench.d" / "parts"))
+sys.path[:0] = [str(ROOT / "sbin" / "bench.d"), str(ROOT / "sbin" / "bench.d" / "parts")]
 
+import race  # noqa: E402
+import recover  # noqa: E402
+from diary import Diary  # noqa: E402
 from frame import Row, alternating, compared, table  # noqa: E402
 
 
@@ -71,3 +74,33 @@ def test_no_goal_no_verdict() -> None:
 
 def test_contestants_alternate() -> None:
     assert alternating("ABC", 3) == list("ABCCBAABC")
+
+
+def test_the_trace_of_faults_is_the_same_each_time_and_has_all_kinds() -> None:
+    faults = race.trace(3600.0)
+    assert faults == race.trace(3600.0) and race.trace(180.0) == faults[:3]
+    gaps = [late.at_s - early.at_s for early, late in zip(faults, faults[1:], strict=False)]
+    assert min(gaps) >= race.LEAST_GAP_S and 45 < sum(gaps) / len(gaps) < 75
+    counts = {kind: sum(fault.kind == kind for fault in faults) for kind in race.KINDS}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_what_a_save_costs_is_told_from_the_steps_beside_it() -> None:
+    seconds = [0.01] * 100
+    seconds[50:55] = [0.03] * 5
+    ends = [sum(seconds[: count + 1]) for count in range(100)]
+    assert recover._cost(ends, ends[49], ends[54]) == pytest.approx(0.1)
+    assert recover._cost([end * 1.7 for end in ends], ends[49] * 1.7, ends[54] * 1.7) == pytest.approx(0.17)
+    assert recover._cost(ends, ends[2], ends[5]) is None
+
+
+def test_a_diary_tells_starts_in_their_order_and_leaves_out_half_lines(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, 2)
+    (tmp_path / "1-99.0.500").write_text("20.0 8\n20.5 9\n21.0 1")
+    (tmp_path / "0-77.0.400").write_text("10.0 1\n11.0 2\n")
+    (tmp_path / "0-77.1.401").write_text("10.1 1\n")
+    (start,) = diary.starts()
+    assert start.pids == {0: 400, 1: 401} and (start.began, start.first, start.last()) == (10.0, 1, 2)
+    assert start.all_began(1) and not start.all_began(2) and start.last(before=10.5) == 1
+    (tmp_path / "1-99.1.501").write_text("20.1 8\n")
+    assert [start.name for start in diary.starts()] == ["0-77", "1-99"] and diary.starts()[1].last() == 9
