@@ -231,11 +231,17 @@ class Floor:
         wrap = f"date +%s.%N >> {self.folder}/times; exec {self.COMMAND}"
         options = ["--nodes=1", "--ntasks=1", "--mem=100", "--requeue", f"--output={self.folder}/job.log"]
         self.job_id = self.rig.sbatch(*options, "--wrap", wrap, cwd=self.folder)
+        self.rig.jobs.remove(self.job_id)  # it outlives the runs beside it
+        bench.at_end(self.end)
         until(lambda: self._times(), LIMIT_S, "the job that writes the time")
 
     def _times(self) -> list[float]:
         file = self.folder / "times"
         return [float(line) for line in file.read_text().split()] if file.exists() else []
+
+    def end(self) -> None:
+        with contextlib.suppress(AssertionError):
+            self.rig.slurm("scancel", "--quiet", self.job_id)
 
     def requeue(self) -> None:
         """Unless it waits in the queue already."""

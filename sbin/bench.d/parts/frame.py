@@ -170,6 +170,10 @@ class Bench:
         test = [self.python, "-c", "import torch, submitit, omegaconf, psutil"]
         return bool(rig.run(test, timeout=120).returncode == 0)
 
+    def at_end(self, act: Callable[[], object]) -> None:
+        """Do this when the run of the benchmark is over."""
+        self._stack.callback(act)
+
     def user_folder(self) -> Path:
         """A new folder of the cluster's ordinary user, gone after the run."""
         rig = self.rig()
