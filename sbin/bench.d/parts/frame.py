@@ -226,9 +226,10 @@ def measure(measurements: Sequence[Measurement], bench: Bench) -> list[Row]:
             if one.needs_slurm:
                 bench.rig()
             found = list(one.run(bench))
-        except NotMeasured as why:
+        except (NotMeasured, AssertionError) as why:  # the latter is how the dev cluster's rig tells what went wrong
             bench.failed = True
-            print(f"not measured: {'; '.join(one.rows)}: {why}", file=sys.stderr, flush=True)
+            words = str(why).strip().splitlines() or ["no reason was told"]
+            print(f"not measured: {'; '.join(one.rows)}: {words[0][:300]}", file=sys.stderr, flush=True)
             continue
         rows += [row for row in found if bench.only.lower() in row.what.lower()]
     return rows
