@@ -15,7 +15,7 @@ LC_ALL=C
 
 readonly term_wait_s=3 # from SIGTERM to SIGKILL: the job has had KillWait before
 readonly kill_wait_s=5 # for the kernel to take the killed ones away
-readonly gpu_wait_s=30 # for the driver to take their memory back
+readonly gpu_wait_s=${HPC_EPILOG_GPU_WAIT_S:-30} # for the driver to take their memory back
 readonly gpu_free_mib=1024
 
 job=${SLURM_JOB_ID:-} uid=${SLURM_JOB_UID:-} node=${SLURMD_NODENAME:-}
@@ -85,9 +85,10 @@ if ! pgrep -U "$uid" >/dev/null; then # by user id, to see that nobody is there
 fi
 
 gpus=${SLURM_JOB_GPUS:-}
-if [[ $gpus =~ ^[0-9]+(,[0-9]+)*$ ]] && command -v nvidia-smi >/dev/null; then
+smi=${HPC_EPILOG_NVIDIA_SMI:-nvidia-smi}
+if [[ $gpus =~ ^[0-9]+(,[0-9]+)*$ ]] && command -v "$smi" >/dev/null; then
     held() { # the job's GPUs whose memory has not come back, as "GPU 2: 40960 MiB"
-        timeout 20 nvidia-smi -i "$gpus" --query-gpu=index,memory.used --format=csv,noheader,nounits |
+        timeout 20 "$smi" -i "$gpus" --query-gpu=index,memory.used --format=csv,noheader,nounits |
             awk -F ', *' -v free="$gpu_free_mib" '$2 >= free { printf "%sGPU %s: %s MiB", sep, $1, $2; sep = ", " }'
     }
     deadline=$((SECONDS + gpu_wait_s)) left='nvidia-smi gives no answer'
