@@ -173,3 +173,22 @@ def test_no_run_is_told_in_one_line(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "hpc.logs", str(tmp_path)]
     done = subprocess.run(argv, env=environ(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "has no logs of ranks" in done.stderr
+
+
+def test_a_damaged_record_is_no_reason_to_show_nothing(tmp_path: Path) -> None:
+    run, said = RunDirectory(tmp_path), list[str]()
+    for nodes in (5, [["n1", 10**17, 3], ["n2", 0, -1], [[], {}, None]], {"a": 1}):
+        run.append_event("started", attempt=0, nodes=nodes, job_id=["\x1b"], restart="x")
+    for verdict in (
+        {"rank": [1], "alike": [5, {"ranks": {}}]},
+        {"rank": 2, "traceback": 7, "alike": "x", "next": None},
+    ):
+        run.append_event("verdict", attempt=0, **verdict)
+    with open(run.record_file, "a") as record:
+        record.write(
+            '{"time": 1e300, "event": "started", "attempt": 0, "restart": 9}\n{"event": "verdict", "attempt": []}\n'
+        )
+    written(run, 0, {0: b"one\n"})
+    Logs(run, Asked(), said.append).show(final=True)
+    assert any(line.endswith("] one") for line in said) and not any("\x1b" in line for line in said)
+    assert len(list(error_lines(run, Asked()))) > 4 and not list(error_lines(run, Asked(ranks=frozenset({5}))))

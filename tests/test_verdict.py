@@ -53,6 +53,7 @@ MEETING = first(rank=-1, code=69, message="rank 0 on n1: ranks 4-7 (node n2) nev
         ("never started", {"code": 1, "started": False}, {"started": False}),
         ("a contradiction in the environment", {"code": 78, "started": False}, {"started": False}),
         ("cancelled", {"code": 143, "first": first(by_us=True)}, {"state": JobState.CANCELLED, "notice": "SIGTERM"}),
+        ("cancelled", {"code": 143, "first": first(by_us=True)}, {"state": JobState.COMPLETING, "notice": "SIGTERM"}),
         ("out of time", {"code": 143, "first": first(by_us=True)}, {"notice": "the time limit", "by_us": True}),
         ("out of time", {"code": 75}, {"cut_short": "the time limit"}),
         ("preempted", {"code": 75}, {"preempted": True, "notice": "SIGTERM"}),

@@ -356,7 +356,7 @@ class Controller:
         )
         self._verdict = Verdict(
             end=end,
-            cause=cause_of(end, ending),
+            cause=cause_of(end, ending, requeued=(facts.restarts or 0) > allocation.restarts),
             attempt=allocation.attempt,
             restart=self.restart,
             folder=self.folder,

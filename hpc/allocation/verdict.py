@@ -92,13 +92,15 @@ def complain(text: str) -> None:
     print(f"hpc.launch: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def cause_of(end: End, ending: Ending) -> str:
-    """Why a start ended that was no success, in a word or two."""
+def cause_of(end: End, ending: Ending, *, requeued: bool = False) -> str:
+    """Why a start ended that was no success, in a word or two. `requeued`: Slurm has taken the job back already."""
     first, code = end.first or {}, end.code
     message = str(first.get("message") or "")
     if ending.keyboard:
         return "stopped at the keyboard"
-    if ending.state is JobState.CANCELLED:
+    state = ending.state
+    by_slurm = state is not None and (state.is_completing or state.is_finished) and ending.cut_short is None
+    if state is JobState.CANCELLED or (by_slurm and not requeued and not ending.lost_nodes):
         return "cancelled"
     if not end.started:
         if code == exitcodes.BAD_ENVIRONMENT:
@@ -212,7 +214,7 @@ class Verdict:
     def _place(self) -> str:
         """ " in rank 2 (GPU 2) on node1, after step 41, at 2026-11-30 12:03:04"."""
         first = self.end.first
-        if first is None or not self.end.started or int(first.get("rank", -1)) < 0:
+        if first is None or not self.end.started or int(first.get("rank", -1)) < 0 or first.get("by_us"):
             return f", {self.start}"
         gpu = f" (GPU {first['gpu']})" if first.get("gpu") is not None else ""
         step = f", after step {first['step']}" if isinstance(first.get("step"), int) else ""

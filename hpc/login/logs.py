@@ -27,6 +27,8 @@ TOGETHER_S = 2.0
 PENDING_LIMIT = 2000
 READ_EVERY_S = 0.5
 _CHUNK = 1 << 16
+_LAST_MOMENT = 1e11
+"""In the year 5138: a record that tells of a later one is damaged."""
 _BREAK = re.compile(rb"\r\n|\n|\r")
 
 
@@ -279,7 +281,7 @@ def error_lines(run: RunDirectory, asked: Asked) -> Iterator[str]:
 
 def _verdict_lines(event: Mapping[str, Any], asked: Asked) -> Iterator[str]:
     rank, restart = event.get("rank"), event.get("restart")
-    if asked.ranks is not None and rank not in asked.ranks:
+    if asked.ranks is not None and not (isinstance(rank, int) and rank in asked.ranks):
         return
     start = f"attempt {event.get('attempt')}" + (f", restart {restart}" if restart else "")
     place = f", first in rank {rank} on {event.get('host')}" if isinstance(rank, int) and rank >= 0 else ""
@@ -340,7 +342,8 @@ def _starts(events: Iterable[Mapping[str, Any]], attempt: int) -> tuple[list[tup
         where = f" on {', '.join(names)}" if 0 < len(names) <= 4 else (f" on {len(names)} hosts" if names else "")
         job = f", job {event['job_id']}" if event.get("job_id") else ""
         number = restart if type(restart) is int else (starts[-1][0] + 1 if starts else 0)
-        starts.append((number, float(moment) if isinstance(moment, int | float) else 0.0, f"{where}{job}"))
+        known = isinstance(moment, int | float) and 0 <= moment < _LAST_MOMENT
+        starts.append((number, float(moment or 0) if known else 0.0, f"{where}{job}"))
     return starts, hosts
 
 
