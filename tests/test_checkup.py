@@ -72,6 +72,12 @@ def test_a_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
     assert "--exclude=nowhere.invalid," in done.stdout and "2 of 2" in done.stdout
 
 
+def test_x16_a_step_that_slurm_refuses_is_no_fault_of_the_nodes(tmp_path: Path) -> None:
+    done = doctor(tmp_path, FAKE_SRUN_EXIT="1", FAKE_SRUN_STDERR="srun: error: Unable to create step for job 7")
+    assert done.returncode == 1 and "never started on any node" in done.stdout and "--exclude" not in done.stdout
+    assert "Unable to create step" in done.stderr
+
+
 @pytest.mark.slow
 def test_ranks_measure_each_node_and_all_together(tmp_path: Path) -> None:
     words = ("launch.workers_per_node=2", "launch.allow_loopback=true", "--limit", "110")

@@ -58,7 +58,15 @@ def check(
     folder.mkdir(mode=0o700)
     try:
         say(f"checking {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {limit_s:.0f} s at most")
-        _look_at_nodes(allocation, loaded, folder, checked, deadline)
+        if not _look_at_nodes(allocation, loaded, folder, checked, deadline):
+            # srun ends the whole step when it cannot reach one node: the others are asked again, without that one
+            if len(checked.silent) < len(nodes) and deadline - time.monotonic() > LEAVE_S:
+                say(f"nothing is heard of {', '.join(checked.silent)}: going on without")
+                _look_at_nodes(allocation, loaded, folder, checked, deadline)
+        if len(checked.silent) == len(nodes):  # then it is not the nodes
+            checked.silent.clear()
+            checked.notes.append("the step of this check never started on any node: srun says why, above")
+            return checked
         good = [node for node in nodes if node not in checked.silent]
         if with_ranks and good and deadline - time.monotonic() > LEAVE_S:
             say(f"measuring with ranks on {len(good)} of {len(nodes)} nodes")
@@ -71,22 +79,26 @@ def check(
 # ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def _look_at_nodes(allocation: Allocation, loaded: Loaded, folder: Path, checked: Checked, deadline: float) -> None:
+def _look_at_nodes(allocation: Allocation, loaded: Loaded, folder: Path, checked: Checked, deadline: float) -> bool:
+    """All nodes that are not known to be silent; False when some did not even begin, and nothing more was asked."""
+    nodes = [node for node in checked.nodes if node not in checked.silent]
     limit_s = max(1.0, deadline - time.monotonic())
     python = loaded.config.launch.python or sys.executable
     task = [python, "-u", "-m", "hpc.node.checkup", f"--folder={folder}", f"--limit={limit_s:.0f}"]
+    allocation = dataclasses.replace(allocation, nodes=len(nodes))
     step = dataclasses.replace(plan_step(allocation, loaded), tasks_per_node=1, cpus_per_task=None, overcommit=True)
     argv = step_command(step, task)
     if not step.local:
-        argv[1:1] = ["--input=all", "--kill-on-bad-exit=0"]
+        argv[1:1] = ["--input=all", "--kill-on-bad-exit=0", f"--nodelist={','.join(nodes)}"]
         argv.remove("--kill-on-bad-exit=1")
     environ = {**agent_environ(step, loaded, {}), "HPC_SECRET": secrets.token_hex(16)}
     child = start_step(argv, environ, cwd=None, local=step.local, piped=True)
     talk = _Talk(child, checked)
     try:
         # a first line may wait for a cold interpreter; half of the time is kept for the rest
-        talk.wait_for("hello", checked.nodes, time.monotonic() + limit_s / 2, "it did not start its task")
-        here = [node for node in checked.nodes if node in checked.told]
+        if not talk.wait_for("hello", nodes, time.monotonic() + limit_s / 2, "it did not start its task"):
+            return False
+        here = nodes
         talk.say(peers={node: checked.told[node].get("port", 0) for node in here})
         phase_end = min(deadline, time.monotonic() + PHASE_S)
         talk.wait_for("reach", here, phase_end, "it stopped while it called the others")
@@ -95,6 +107,7 @@ def _look_at_nodes(allocation: Allocation, loaded: Loaded, folder: Path, checked
         talk.say(read=wrote)
         phase_end = min(deadline, time.monotonic() + PHASE_S)
         talk.wait_for("read", here, phase_end, f"it stopped while it looked into {folder.parent}")
+        return True
     finally:
         talk.close()
 
@@ -108,8 +121,8 @@ class _Talk:
         assert child.stdout is not None
         self._lines, self._collector = _lines(child.stdout.fileno()), Collector()
 
-    def wait_for(self, kind: str, nodes: Sequence[str], deadline: float, otherwise: str) -> None:
-        """Hear until all these nodes have told this; the others are silent, for the reason given."""
+    def wait_for(self, kind: str, nodes: Sequence[str], deadline: float, otherwise: str) -> bool:
+        """Hear until all these nodes have told this; the others are silent, for the reason given, and it is False."""
         while any((node, kind) not in self._heard for node in nodes if node not in self._checked.silent):
             line = self._lines(deadline)
             if line is None:
@@ -118,6 +131,7 @@ class _Talk:
         for node in nodes:
             if (node, kind) not in self._heard and node not in self._checked.silent:
                 self._checked.silent[node] = otherwise
+        return not any(node in self._checked.silent for node in nodes)
 
     def _hear(self, line: bytes) -> None:
         told = self._collector.add(line)

@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = os.environ.get(SECRET_VARIABLE, "").encode()
     listener = Listener(key)
     tell("hello", node, port=listener.port, **this_node(asked.folder))
-    peers = hear().get("peers", {})
+    said = hear()
+    if "peers" not in said:
+        return 1  # the controller has let go of this task
+    peers = said["peers"]
     tell("reach", node, reach=reach_all({peer: peers[peer] for peer in next_to(node, list(peers))}, key))
     tell("wrote", node, **write(asked.folder, node))
     tell("read", node, seen=see_all(asked.folder, next_to(node, hear().get("read", []))))
