@@ -86,14 +86,14 @@ def _without_slurm(process: Process, place: Place, over: str) -> tuple[Standing,
         if mark.restarts < own.restarts:
             return Standing.LEFTOVER, f"attempt {mark.restarts} of job {mark.job_id} is over"
         if mark.restarts == own.restarts:
-            if own.start and mark.start and _start(mark) < _start(own):
-                return Standing.LEFTOVER, f"start {_start(mark)} of job {mark.job_id} is over"
+            if own.start and mark.start and start_number(mark) < start_number(own):
+                return Standing.LEFTOVER, f"start {start_number(mark)} of job {mark.job_id} is over"
             return Standing.LIVE, f"job {mark.job_id} runs"
     return None
 
 
-def _start(mark: Mark) -> int:
-    """The number of the start in HPC_MARK."""
+def start_number(mark: Mark) -> int:
+    """The number of the start in HPC_MARK, which it has."""
     word = mark.start.split(".")[2]
     return int(word) if word.isascii() and word.isdecimal() else 0
 

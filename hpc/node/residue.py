@@ -95,11 +95,10 @@ def find(alive: Sequence[Process], over: Callable[[Folder], bool], note: Callabl
     for folder in (SHM, *folders()):
         for path, status in _own(folder, os.getuid()):
             kind = _kind(folder, path.name, status)
-            if isinstance(kind, tuple):
-                if over(*kind):
-                    found.append(
-                        _residue(path, status, f"start {kind[2]} of attempt {kind[1]} of job {kind[0]} is over")
-                    )
+            if isinstance(kind, Folder):
+                if over(kind):
+                    why = f"attempt {kind.restarts} of job {kind.job_id} is over"
+                    found.append(_residue(path, status, why, of_job=True))
             elif isinstance(kind, int):
                 if not _is_as_old(kind, status.st_ctime):
                     suspects.append((path, status, f"process {kind} is dead"))

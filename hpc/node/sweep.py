@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpc.errors import SlurmCommandError
 from hpc.node import gpus, processes, residue
-from hpc.node.belonging import Judgement, Place, Standing, judge, must_ask
+from hpc.node.belonging import Judgement, Place, Standing, judge, must_ask, start_number
 from hpc.node.gpus import Gpu
 from hpc.node.processes import Process
 from hpc.node.residue import Folder, Residue
@@ -186,7 +186,8 @@ class Sweeper:
             return False
         own = self.place.own
         if own is not None and own.job_id == job_id:
-            return restarts < own.restarts
+            earlier = bool(own.start) and folder.start < start_number(own)
+            return restarts < own.restarts or (restarts == own.restarts and earlier)
         if (job_id, restarts) not in self._over:
             jobs = self._ask_slurm({job_id})
             if jobs is None or (job_id in jobs and jobs[job_id].restarts <= restarts):
