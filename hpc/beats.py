@@ -150,6 +150,7 @@ def phase(name: str, limit_s: float | None = None) -> None:
 def _mine() -> Heartbeat:
     global _of_this_process
     if _of_this_process is None:
+        show_stacks_on_request()
         _of_this_process = Heartbeat.from_environ()
     return _of_this_process
 

@@ -232,15 +232,19 @@ def test_a_good_run_is_recorded_with_its_hosts_and_ranks(tmp_path: Path) -> None
 def test_f10_f07_the_first_failing_rank_is_last_on_the_screen(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 2: raise ValueError('bad batch 17')\n"
-        "dist.all_reduce(torch.ones(1))\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"  # writes an error file of torch's own
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if dist.get_rank() == 2: raise ValueError('bad batch 17')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "main()\n"
     )
     done = launch(tmp_path, "launch.allow_loopback=true", "--", "train.py")
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-6:]
     assert "rank 2 on" in last[-1] and "bad batch 17" in last[-1] and "rank-2.log" in last[-1]
-    assert last[-2] == "ValueError: bad batch 17" and 'train.py", line 3' in "\n".join(last)
+    assert last[-2] == "ValueError: bad batch 17" and 'train.py", line 6' in "\n".join(last)
     ended, decided, verdict = record(tmp_path)[-3:]
     assert ended["first"]["rank"] == 2 and decided["decision"] == "fail"  # type: ignore[index]
     assert (verdict["cause"], verdict["rank"]) == ("exception", 2) and "bad batch 17" in verdict["traceback"]

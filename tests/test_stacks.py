@@ -149,15 +149,22 @@ def test_the_cause_is_who_does_not_wait(words: list[str], guilty: tuple[int, ...
 
 SILENT = """
 import os, time
+from hpc.beats import beat
+def stuck():
+    time.sleep(600)
+if os.environ["RANK"] == "1":
+    print("step", flush=True)
+    beat()
+    stuck()
 while True:
     print("step", flush=True)
-    time.sleep(600 if os.environ["RANK"] == "1" else 0.2)
+    time.sleep(0.2)
 """
 
 
 @pytest.mark.slow
 def test_a_script_that_prints_no_more_is_ended_where_output_counts_as_a_step(step: Step) -> None:
-    """Fresh interpreters have no handler that shows their stacks: they are looked at from outside, and not hurt by it."""
+    """Fresh interpreters: the one that has called beat() shows its stack, the other is looked at from outside and not hurt."""
     (step.folder / "silent.py").write_text(SILENT)
     arguments = ("--no-fork", "--workers-per-node", "2", "--hang-timeout", "4", "--output-beats", "--", "silent.py")
     step.agent(environ_of(step, tasks_per_node=(1,)), *arguments)
@@ -165,4 +172,5 @@ def test_a_script_that_prints_no_more_is_ended_where_output_counts_as_a_step(ste
     first = outcome_of(step)["first"]
     assert isinstance(first, dict) and ended.code == 124, ended.stderr
     assert first["rank"] == 1 and first["message"].startswith("hung: no sign of life for ")
-    assert "rank" in first["stacks"] and step.gone(10), step.left()
+    assert "rank 1 in stuck at silent.py:5" in first["stacks"] and "rank 0 without" in first["stacks"], first["stacks"]
+    assert step.gone(10), step.left()
