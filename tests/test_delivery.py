@@ -108,22 +108,22 @@ def test_q15_a_run_is_sent_again_once_after_each_attempt(shell: Shell) -> None:
     run_dir = shell.folder / "here"
     script, code = (run_dir / "job.sh").read_bytes(), sorted(path.name for path in run_dir.glob("code*"))
     shell.says("squeue", "RUNNING")
-    done = shell.submit("--continue", "here")
+    done = shell.send("--continue", "here")
     assert done.returncode == 2 and "job 101 of this run is RUNNING" in done.stderr
     shell.says("squeue", "COMPLETED")
     with open(run_dir / "record.jsonl", "a") as record:
         record.write('{"event": "ended", "attempt": 0, "job_id": "101"}\n')
-    done = shell.submit("--continue", "here")
+    done = shell.send("--continue", "here")
     assert done.returncode == 0 and "job 101 submitted" in done.stdout, done.stderr
     assert shell.calls("sbatch")[-1] == [str(run_dir / "job-after-0.sh")]
     assert (run_dir / "job-after-0.sh").read_bytes() == script
     assert sorted(path.name for path in run_dir.glob("code*")) == code
-    done = shell.submit("--continue", "here")
+    done = shell.send("--continue", "here")
     assert done.returncode == 2 and "attempt 0 was continued already" in done.stderr
     with open(run_dir / "record.jsonl", "a") as record:
         record.write('{"event": "ended", "attempt": 1, "job_id": "101"}\n')
     assert shell.submit("--continue", "here", SLURM_JOB_ID="101").returncode == 0  # the run's own job: it still runs
     assert shell.calls("sbatch")[-1] == ["--dependency=afterany:101", str(run_dir / "job-after-1.sh")]
-    done = shell.submit("--continue", "here", "optim.lr=1")
+    done = shell.send("--continue", "here", "optim.lr=1")
     assert done.returncode == 2 and "stands alone" in done.stderr
     assert shell.submissions() == 3
