@@ -33,6 +33,8 @@ RANKS = ("-m", "hpc.train.checkup")
 PHASE_S = 20.0
 """For what a node has to tell after its first line: calls, a file of 8 MiB, a look at the others' files."""
 LEAVE_S = 3.0
+AGAIN_S = 10.0
+"""With less time the nodes are not asked a second time."""
 
 
 def check(
@@ -60,10 +62,10 @@ def check(
         say(f"checking {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {limit_s:.0f} s at most")
         if not _look_at_nodes(allocation, loaded, folder, checked, deadline):
             # srun ends the whole step when it cannot reach one node: the others are asked again, without that one
-            if len(checked.silent) < len(nodes) and deadline - time.monotonic() > LEAVE_S:
+            if checked.told and deadline - time.monotonic() > AGAIN_S:
                 say(f"nothing is heard of {', '.join(checked.silent)}: going on without")
                 _look_at_nodes(allocation, loaded, folder, checked, deadline)
-        if len(checked.silent) == len(nodes):  # then it is not the nodes
+        if not checked.told:  # then it is not the nodes
             checked.silent.clear()
             checked.notes.append("the step of this check never started on any node: srun says why, above")
             return checked
@@ -95,8 +97,10 @@ def _look_at_nodes(allocation: Allocation, loaded: Loaded, folder: Path, checked
     child = start_step(argv, environ, cwd=None, local=step.local, piped=True)
     talk = _Talk(child, checked)
     try:
-        # a first line may wait for a cold interpreter; half of the time is kept for the rest
-        if not talk.wait_for("hello", nodes, time.monotonic() + limit_s / 2, "it did not start its task"):
+        # a first line may wait for a cold interpreter; half of the time is kept for the rest, a second pass among it
+        share = 0.8 if checked.silent else 0.5
+        if not talk.wait_for("hello", nodes, time.monotonic() + limit_s * share, "it did not start its task"):
+            child.send_signal(signal.SIGTERM)
             return False
         here = nodes
         talk.say(peers={node: checked.told[node].get("port", 0) for node in here})

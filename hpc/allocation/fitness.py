@@ -57,6 +57,11 @@ def unfit(findings: Sequence[Finding]) -> dict[str, str]:
     return nodes
 
 
+def is_elsewhere(unfit_nodes: Mapping[str, str], checked: Checked) -> bool:
+    """Whether the cause is not with the nodes: all of several are named, as when a file system is full."""
+    return len(unfit_nodes) == len(checked.nodes) > 1
+
+
 def _silence(checked: Checked) -> Iterator[Finding]:
     for node, where in checked.silent.items():
         yield Finding(node=node, what=where)

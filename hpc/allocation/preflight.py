@@ -55,7 +55,9 @@ def report(
     unfit = fitness.unfit(findings)
     if not findings and not checked.notes:
         tell("all nodes are fit")
-    if unfit and remember:
+    if fitness.is_elsewhere(unfit, checked):
+        tell("every node is named, so the cause lies elsewhere; none is to be left out for it")
+    elif unfit and remember:
         badnodes.write_down(allocation, {node: f"not fit: {what}" for node, what in unfit.items()}, say=tell)
         tell(f"remembered, so that later runs leave them out: {', '.join(unfit)}")
     elif unfit:
@@ -95,5 +97,6 @@ def refuses(
         "time": time.time(),
         "message": message,
     }
-    write_private(folder / "error-task-preflight.json", json.dumps({**facts, "unfit": True}))
+    facts["unfit"] = not fitness.is_elsewhere(unfit, checked)
+    write_private(folder / "error-task-preflight.json", json.dumps(facts))
     return True
