@@ -128,10 +128,14 @@ class Ours(Contestant):
         os.chown(order, owner.st_uid, owner.st_gid)
         order.rename(self.path / "accident.0")
 
-    def batch_began(self) -> list[float]:
-        """When the batch script of each attempt began."""
-        file = self.folder / "began"
-        return [float(line) for line in file.read_text().split()] if file.exists() else []
+    def cold_starts(self) -> list[float]:
+        """Seconds from the begin of each attempt's batch script to the first step of all its ranks."""
+        began = [float(line) for line in (self.folder / "began").read_text().split()]
+        firsts: dict[int, float] = {}
+        for start in self.diary.starts():
+            all_step = max(lines[0][0] for lines in start.steps.values())
+            firsts.setdefault(int(start.name.split("-")[0]), all_step)
+        return [firsts[attempt] - at for attempt, at in enumerate(began) if attempt in firsts]
 
 
 class Torchrun(Contestant):

@@ -17,7 +17,8 @@ from contestants import Contestant, Floor, Ours, Submitit, Torchrun, trained_tog
 from diary import LOOK_S
 from frame import Bench
 
-RANKS = 4
+RANKS = 2
+"""Of each contestant: more than the cores that this machine has would make a start dearer than it is on a real node."""
 SAVE_S, STEP_S = 5.0, 0.25
 EVERY_S, LEAST_GAP_S = 60.0, 30.0
 SHIFT_S = 18.0
@@ -58,23 +59,21 @@ def trace(seconds: float) -> list[Fault]:
 
 
 def race(bench: Bench, seconds: float) -> tuple[dict[str, Result], float, float]:
-    """The result of each contestant, seconds of a cold start of ours, and of Slurm's wait after a requeue."""
+    """The result of each contestant, and medians in seconds of a cold start of ours and of Slurm's wait after a requeue."""
     words = (f"step_s={STEP_S}", "train.save_every_steps=null", f"train.save_every_s={SAVE_S}")
-    ranks = RANKS if len(bench.rig().node_names) > 2 else RANKS // 2  # a node for each, or what two nodes can give
-    ours = Ours(bench, *words, gpus=ranks, ranks=ranks)
-    rivals = [rival(bench, ranks, SAVE_S, STEP_S) for rival in (Torchrun, Submitit)]
+    ours = Ours(bench, *words, gpus=RANKS, ranks=RANKS)
+    rivals = [rival(bench, RANKS, SAVE_S, STEP_S) for rival in (Torchrun, Submitit)]
     contestants: Sequence[Contestant] = [ours, *rivals]
     floor = Floor(bench)
     try:
         trained_together(contestants)
-        cold_s = max(ours.diary.starts()[0].steps[rank][0][0] for rank in range(ranks)) - ours.batch_began()[0]
         with ThreadPoolExecutor(len(contestants)) as pool:
             running = [
                 pool.submit(run, one, number * SHIFT_S, seconds, floor if one is ours else None)
                 for number, one in enumerate(contestants)
             ]
             found = {one.name: done.result() for one, done in zip(contestants, running, strict=True)}
-        return found, cold_s, statistics.median(floor.waits())
+        return found, statistics.median(ours.cold_starts()), statistics.median(floor.waits())
     finally:
         for one in contestants:
             one.end()
