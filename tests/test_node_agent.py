@@ -13,6 +13,7 @@ import pytest
 import torch
 from steps import ROOT, Step, send, step_environ
 
+from hpc.node import processes
 from hpc.node.rendezvous import candidate_ports
 
 pytestmark = pytest.mark.slow
@@ -380,6 +381,48 @@ def test_c02_c05_killing_the_agent_takes_its_workers_along(step: Step) -> None:
     agent.kill()
     step.ends(10)
     assert step.gone(10), step.left()
+
+
+def test_c02_what_left_the_workers_sessions_goes_with_a_killed_agent_too(step: Step) -> None:
+    mark = f"local.{os.getpid()}.0.{os.urandom(8).hex()}"
+    environ = step_environ(0, tasks_per_node=(1,), STEPS=10000, HPC_MARK=mark)
+    agent = step.agent(environ, "--workers-per-node", "2", "--", "train.py", "child", "sleep")
+    step.wait_for("rank 0 ready")
+    step.wait_for("rank 1 ready")
+    time.sleep(0.3)
+    assert [process.name() for process in step.look()].count("sleep") == 4
+    agent.kill()
+    step.ends(10)
+    assert step.gone(10), step.left()
+    deadline = time.monotonic() + 10
+    while carriers := [process for process in processes.look() if mark in process.tag]:  # the sentinel itself
+        assert time.monotonic() < deadline, carriers
+        time.sleep(0.05)
+
+
+DEAF = """
+import os, signal, subprocess, sys, time, torch
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+print("rank", os.environ["RANK"], "ready", flush=True)
+time.sleep(2)
+if os.environ["RANK"] == "1":
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+time.sleep(300)
+"""
+
+
+def test_c11_ranks_that_are_deaf_to_sigterm_are_gone_within_the_kill_wait(step: Step) -> None:
+    (step.folder / "deaf.py").write_text(DEAF)
+    step.agent(step_environ(0, tasks_per_node=(1,)), "--workers-per-node", "2", "--", "deaf.py")
+    step.wait_for("rank 0 ready")
+    step.wait_for("rank 1 ready")
+    step.look()
+    began = time.monotonic()
+    (ended,) = step.ends()
+    assert ended.code == 1 and "CUDA out of memory" in ended.stderr
+    assert step.gone(5), step.left()
+    assert time.monotonic() - began < 30  # Slurm's KillWait, after which a node is drained
 
 
 def test_killing_one_agent_ends_the_other_node_too(step: Step) -> None:

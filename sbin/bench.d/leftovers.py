@@ -1,8 +1,8 @@
 """`sbin/bench leftovers`: what is there 5 s after a job has left the queue, after each of 15 kinds of end.
 
 Each job has two nodes with two ranks each; each rank has two loader workers, a child in a session of its own, a
-double-forked one, shared memory, temporary files and a port (tests/cluster/leaver/leave.py). A run counts as one that
-leaves something when a process, a shared-memory segment, a file or a listening port of it is there; where SIGTERM is
+double-forked one, shared memory, temporary files and a port (tests/cluster/leaver/leave.py). What has not ended 30 s
+after its end was brought about (150 s for the time limit) is cancelled. A run counts as one that leaves something when a process, a shared-memory segment, a file or a listening port of it is there; where SIGTERM is
 ignored the look is 7 s after, KillWait + 2 s. Rivals start the same script, and are looked at in the same way.
 """
 

@@ -155,6 +155,8 @@ class End:
     """What the script itself does at FOLDER/go."""
     submit: Sequence[str] = ()
     breaks_node: bool = False
+    patience_s: float = 30.0
+    """Then the user cancels what goes on as if nothing had been."""
 
 
 def _go(job: Leaver) -> None:
@@ -167,17 +169,6 @@ def _signal(number: signal.Signals, *ranks: int) -> Callable[[Leaver], None]:
             os.kill(pid, number)
 
     return bring
-
-
-def _stop(job: Leaver) -> None:
-    """Nobody but a watching agent ends it: after 20 s the user does."""
-    os.kill(job.pid(1), signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while not job.left_the_queue():
-        if time.monotonic() > deadline:
-            job.rig.slurm("scancel", job.job)
-            return
-        time.sleep(0.5)
 
 
 def _preempt(job: Leaver) -> None:
@@ -202,24 +193,29 @@ def ends(agent: str = "-m hpc.node", controller: str = "-m hpc.launch") -> list[
         End("SIGTERM to one rank", _signal(signal.SIGTERM, 1)),
         End("SIGKILL to one rank", _signal(signal.SIGKILL, 1)),
         End("SIGKILL to all ranks", _signal(signal.SIGKILL, *range(RANKS))),
-        End("SIGSTOP to one rank", _stop),
+        End("SIGSTOP to one rank", _signal(signal.SIGSTOP, 1)),
         End("scancel where SIGTERM is ignored", lambda job: job.rig.slurm("scancel", job.job), kind="deaf"),
         End("scancel", lambda job: job.rig.slurm("scancel", job.job)),
         End("scancel of all with SIGKILL", lambda job: job.rig.slurm("scancel", "--signal=KILL", "--full", job.job)),
-        End("time limit", lambda job: None, submit=("--time=1",)),
+        End("time limit", lambda job: None, submit=("--time=1",), patience_s=150),
         End("preemption", _preempt),
-        End("slurmd killed", _kill_slurmd, breaks_node=True),
+        End("slurmd killed", _kill_slurmd, breaks_node=True, patience_s=120),
         End("agent killed", _kill_launcher(agent)),
         End("controller killed", _kill_launcher(controller)),
     ]
 
 
-def outcome(job: Leaver, end: End, patience_s: float = 150.0) -> Left:
+def outcome(job: Leaver, end: End) -> Left:
     """Bring the end about, wait until the job has left the queue, and look again after 5 s (7 s past the KillWait)."""
     end.bring(job)
-    deadline = time.monotonic() + patience_s
+    cancel_at = time.monotonic() + end.patience_s
+    give_up_at = cancel_at + 60
     while not job.left_the_queue():
-        assert time.monotonic() < deadline, f"{end.name}: {job.rig.report(job.job)}"
+        now = time.monotonic()
+        if now > cancel_at:
+            cancel_at = give_up_at
+            job.rig.slurm("scancel", job.job)
+        assert now < give_up_at, f"{end.name}: {job.rig.report(job.job)}"
         time.sleep(0.2)
     until = time.monotonic() + (KILL_WAIT_S + 2 if end.kind == "deaf" else 5)
     while (left := job.look()) and time.monotonic() < until:
