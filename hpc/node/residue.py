@@ -40,6 +40,7 @@ _WITH_PID = (
 _NAMELESS = re.compile(r"nccl-\w{6}|sem\.\S+|psm_\w+")
 _TEMPORARY = re.compile(r"pymp-\w{8}|torch-shm-dir-\w{6}|torchelastic_\w{8}")
 _OF_JOB = re.compile(r"hpc-[0-9]+-(?P<cluster>[\w-]*)\.(?P<job>[0-9]+)\.(?P<restarts>[0-9]+)\.(?P<start>[0-9]+)-\w{8}")
+_BEGINNING = re.compile(r"torch|nccl-|sem\.|psm_|cuda\.shm\.|__KMP_|pym|hpc-")  # of all of them: most names are others
 _OF_AGENT = re.compile(r"hpc-[0-9]+-(?P<pid>[0-9]+)-\w{8}")
 
 
@@ -129,7 +130,7 @@ def remove(residue: Residue) -> bool:
 
 def _own(folder: Path, owner: int) -> Iterator[tuple[Path, os.stat_result]]:
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(filter(_BEGINNING.match, os.listdir(folder)))
     except OSError:
         return
     for name in names:

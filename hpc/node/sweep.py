@@ -85,6 +85,7 @@ class Sweeper:
             ancestors=frozenset(processes.ancestors()),
             own=own,
         )
+        self._told_name = "SLURMD_NODENAME" in environ
         self._over: set[tuple[str, int]] = set()
         self.notes: list[str] = []
 
@@ -92,6 +93,7 @@ class Sweeper:
         """Find everything; Slurm is asked only when some process or folder could be a job's that is over."""
         seen = processes.look()
         judged = self._judge(seen)
+        self._note_other_names(seen)
         inside = {one.process.pid for one in judged if one.standing is Standing.LEFTOVER}
         by_pid = {one.process.pid: one for one in judged}
         for child in processes.descendants([by_pid[pid].process for pid in inside], seen):
@@ -112,6 +114,16 @@ class Sweeper:
             gpus=holders,
             notes=self.notes,
         )
+
+    def _note_other_names(self, seen: Sequence[Process]) -> None:
+        """Outside of a job this node's name is a guess; another one is said."""
+        marks = [process.mark for process in seen if process.mark is not None]
+        names = sorted({mark.node for mark in marks if mark.node != self.place.node})
+        if names and not self._told_name:
+            self._note(
+                f"processes of node {', '.join(names[:5])} are left alone; if Slurm calls this machine so, "
+                f"set SLURMD_NODENAME={names[0]}"
+            )
 
     def end(self, view: View) -> list[Process]:
         """End the leftovers of this look and what they start meanwhile, then take the files away; who was ended."""
