@@ -80,8 +80,8 @@ class Rig:
         return Path(pwd.getpwnam(user).pw_dir)
 
     def state_folder(self, user: str = FIRST_USER) -> Path:
-        """Where the toolkit remembers things between runs: a new one for each test."""
-        return self.home(user) / ".state-of-tests" / str(self.tests_done)
+        """Where the toolkit remembers things between runs: a new one for each test, also beside other clusters' tests."""
+        return self.home(user) / ".state-of-tests" / f"{self.number}-{os.getpid()}-{self.tests_done}"
 
     def daemon(self, name: str) -> int:
         """The process id of a daemon: "slurmctld", "slurmd-node1"."""
