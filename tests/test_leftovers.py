@@ -28,7 +28,7 @@ JOBS = {
     REQUEUED: LiveJob(state=JobState.RUNNING, restarts=2),
 }
 SQUEUE = f"""#!/bin/sh
-printf '{LIVE} RUNNING 0\\n{REQUEUED} RUNNING 2\\n'
+printf '{LIVE} RUNNING 0 2026-01-01T00:00:00\\n{REQUEUED} RUNNING 2 2026-01-01T00:00:00\\n'
 """
 SCONTROL = """#!/bin/sh
 echo "slurm_load_jobs error: Invalid job id specified" >&2
@@ -90,6 +90,7 @@ def decoys(crowd: Crowd, stack: ExitStack) -> dict[int, str]:
         crowd.add(mark(LIVE)): "the same user's other job",
         crowd.add(mark(LIVE), "jupyter-notebook"): "an interactive notebook of a live job",
         crowd.add(mark(REQUEUED, SLURM_RESTART_COUNT="2")): "a job id used again after a requeue",
+        crowd.add(mark(REQUEUED)): "a step that was started from outside into a job that was requeued",
         crowd.add({}): "the same command",
         crowd.add({"SLURM_JOB_ID": OVER}): "salloc's shell: no node started it",
         crowd.add(mark(LIVE, HPC_MARK=f"{OVER}.0.0.ab")): "the mark of a job that submitted this one",
@@ -112,7 +113,7 @@ def decoys(crowd: Crowd, stack: ExitStack) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_r2_no_wrong_kill_in_a_thousand_tries(crowd: Crowd, slurm: Path) -> None:
-    """Sweeps for 36 leftovers each, among 96 decoys of 12 kinds."""
+    """Sweeps for 36 leftovers each, among 104 decoys of 13 kinds."""
     with ExitStack() as stack:
         spared = {pid: kind for _ in range(8) for pid, kind in decoys(crowd, stack).items()}
         time.sleep(0.1)
@@ -121,7 +122,7 @@ def test_r2_no_wrong_kill_in_a_thousand_tries(crowd: Crowd, slurm: Path) -> None
             prey = [
                 crowd.add(mark(OVER, SLURM_RESTART_COUNT=str(n % 3)), start_new_session=n % 2 == 0) for n in range(24)
             ]
-            prey += [crowd.add(mark(REQUEUED, SLURM_RESTART_COUNT=str(n % 2))) for n in range(12)]
+            prey += [crowd.add(mark(REQUEUED, SLURM_RESTART_COUNT="1" if n % 2 else "0")) for n in range(12)]
             for child in crowd.all[-len(prey) :]:
                 _until_exec(child.pid)
             sweep = sweeper()
@@ -159,7 +160,7 @@ def test_what_the_own_job_left_is_known_without_slurm(crowd: Crowd, slurm: Path)
     (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
     own = mark(LIVE, SLURM_RESTART_COUNT="1", HPC_MARK=f"{LIVE}.1.2.cd")
     before = [
-        crowd.add(mark(LIVE)),
+        crowd.add(mark(LIVE, HPC_MARK=f"{LIVE}.0.0.ef")),
         crowd.add(mark(LIVE, SLURM_RESTART_COUNT="1", HPC_MARK=f"{LIVE}.1.1.ab")),
     ]
     beside = [
@@ -278,3 +279,15 @@ def test_slurms_answer_decides(job: LiveJob | None, restarts: int, standing: Sta
     assert judge(one, place, {OVER: job} if job else {}).standing is standing
     assert judge(one, place, None).standing is Standing.UNKNOWN
     assert judge(process(cgroup_job=LIVE), place, {}).standing is Standing.LIVE
+
+
+@pytest.mark.parametrize(("began_s_ago", "standing"), [(3600.0, Standing.LIVE), (-3600.0, Standing.LEFTOVER)])
+def test_a_step_that_tells_no_attempt_is_judged_by_its_age(began_s_ago: float, standing: Standing) -> None:
+    place = Place(
+        node=NODE, cluster="here", ancestors=frozenset(), own=processes.mark_of(mark(OVER, SLURM_RESTART_COUNT="1"))
+    )
+    now = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    jobs = {OVER: LiveJob(state=JobState.RUNNING, restarts=1, began=time.time() - began_s_ago)}
+    assert judge(process(started=now), place, jobs).standing is standing
+    waiting = {OVER: LiveJob(state=JobState.PENDING, restarts=1)}
+    assert judge(process(started=now), place, waiting).standing is Standing.LIVE

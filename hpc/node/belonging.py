@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from hpc.node.processes import Mark, Process
 from hpc.slurm.commands import LiveJob
 
+CLOCK_S = 5.0
+"""How far the clocks of a node and of Slurm's controller may be apart."""
+
 
 class Standing(enum.Enum):
     LEFTOVER = "leftover"
@@ -47,9 +50,9 @@ class Judgement:
 
     @property
     def attempt(self) -> tuple[str, int] | None:
-        """Job and restarts: once over, over for good, since every requeue counts one more."""
+        """Job and restarts: once over, over for good, since every requeue counts one more. None when it is not known."""
         mark = self.process.mark
-        return None if mark is None else (mark.job_id, mark.restarts)
+        return (mark.job_id, mark.restarts) if mark is not None and mark.counted else None
 
 
 def judge(process: Process, place: Place, jobs: Mapping[str, LiveJob] | None, over: str = "") -> Judgement:
@@ -82,7 +85,7 @@ def _without_slurm(process: Process, place: Place, over: str) -> tuple[Standing,
         return Standing.LIVE, f"in job {process.cgroup_job}'s control group"
     if over and mark.start == over:
         return Standing.LEFTOVER, f"start {over.split('.')[2]} of job {mark.job_id} is over"
-    if own is not None and own.job_id == mark.job_id:
+    if own is not None and own.job_id == mark.job_id and mark.counted and own.counted:
         if mark.restarts < own.restarts:
             return Standing.LEFTOVER, f"attempt {mark.restarts} of job {mark.job_id} is over"
         if mark.restarts == own.restarts:
@@ -106,6 +109,7 @@ def _with_slurm(process: Process, jobs: Mapping[str, LiveJob] | None) -> tuple[S
     job = jobs.get(mark.job_id)
     if job is None:
         return Standing.LEFTOVER, f"job {mark.job_id} is over"
-    if job.restarts > mark.restarts:
+    older = job.began is not None and process.began < job.began - CLOCK_S
+    if job.restarts > mark.restarts and (mark.counted or older):
         return Standing.LEFTOVER, f"attempt {mark.restarts} of job {mark.job_id} is over"
     return Standing.LIVE, f"job {mark.job_id} is {job.state.value.lower()}"

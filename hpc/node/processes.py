@@ -44,6 +44,8 @@ class Mark:
     task: str = ""
     start: str = ""
     """HPC_MARK, when it is this job's."""
+    counted: bool = True
+    """False: nothing says which attempt, as in a step that was started from outside of the job (`srun --jobid`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,11 @@ class Process:
         return bool(self.command) and self.command[0].startswith("-")
 
     @property
+    def began(self) -> float:
+        """In seconds since 1970."""
+        return time.time() - self.age_s
+
+    @property
     def age_s(self) -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / _TICKS)
 
@@ -79,6 +86,7 @@ def mark_of(environ: Mapping[str, str]) -> Mark | None:
     if not (_is_number(job_id) and _is_number(restarts) and node):
         return None
     start = environ.get(MARK_VARIABLE, "")
+    start = start if start.startswith(f"{job_id}.{int(restarts)}.") else ""
     return Mark(
         job_id=job_id,
         restarts=int(restarts),
@@ -86,7 +94,8 @@ def mark_of(environ: Mapping[str, str]) -> Mark | None:
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
         step_id=environ.get("SLURM_STEP_ID", ""),
         task=environ.get("SLURM_PROCID", ""),
-        start=start if start.startswith(f"{job_id}.{int(restarts)}.") else "",
+        start=start,
+        counted=bool(environ.get("SLURM_RESTART_COUNT") or start or not environ.get("SLURM_STEP_ID")),
     )
 
 

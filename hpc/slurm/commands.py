@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class LiveJob:
 
     state: JobState
     restarts: int
+    began: float | None = None
+    """When the present attempt began, in seconds since 1970; None while it waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,16 +279,18 @@ def live_jobs(job_ids: Iterable[str], *, timeout_s: float = TIMEOUT_S) -> dict[s
     """
     wanted = {_checked(job_id) for job_id in job_ids}
     answer = ask(
-        "squeue", ["--all", "--me", "--noheader", "--Format=JobID:24,State:24,RestartCnt:12"], timeout_s=timeout_s
+        "squeue",
+        ["--all", "--me", "--noheader", "--Format=JobID:24,State:24,RestartCnt:12,StartTime:24"],
+        timeout_s=timeout_s,
     )
     if answer.returncode != 0:
         raise SlurmCommandError(f"squeue: {answer.complaint}")
     found: dict[str, LiveJob] = {}
     for line in filter(str.strip, answer.stdout.splitlines()):
         words = line.split()
-        if len(words) != 3 or not (words[0].isdecimal() and words[2].isdecimal()):
-            raise SlurmCommandError(f"squeue: {printable(line)!r} was not a job's id, state and restarts")
-        found[words[0]] = LiveJob(state=parse_state(words[1]), restarts=int(words[2]))
+        if len(words) != 4 or not (words[0].isdecimal() and words[2].isdecimal()):
+            raise SlurmCommandError(f"squeue: {printable(line)!r} was not a job's id, state, restarts and start")
+        found[words[0]] = LiveJob(state=parse_state(words[1]), restarts=int(words[2]), began=_began(*words[1::2]))
     live = {job_id: job for job_id, job in found.items() if job_id in wanted and not job.state.is_finished}
     for job_id in sorted(wanted - live.keys()):
         answer = ask("scontrol", ["--all", "show", "job", job_id], timeout_s=timeout_s)
@@ -296,8 +301,19 @@ def live_jobs(job_ids: Iterable[str], *, timeout_s: float = TIMEOUT_S) -> dict[s
             state = parse_state(fields.get("JobState", ""))
             if answer.returncode == 0 and fields.get("JobId") == job_id and not state.is_finished:
                 restarts = fields.get("Restarts", "")
-                live[job_id] = LiveJob(state=state, restarts=int(restarts) if restarts.isdecimal() else 0)
+                began = _began(fields["JobState"], fields.get("StartTime", ""))
+                live[job_id] = LiveJob(state=state, restarts=int(restarts) if restarts.isdecimal() else 0, began=began)
     return live
+
+
+def _began(state: str, text: str) -> float | None:
+    """The start of a job that has started; of one that waits Slurm tells an estimate."""
+    if parse_state(state).is_pending:
+        return None
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def on_every_node(
