@@ -540,6 +540,9 @@ def test_a_stopped_worker_is_ended_and_named(step: Step) -> None:
     outcome = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
     assert outcome["first"]["rank"] == 1 and outcome["first"]["hung"] is True
     assert outcome["first"]["message"].startswith("stopped (as by SIGSTOP) for ")
+    assert outcome["first"]["stacks"] == "rank 0 in <module> at wait.py:3; rank 1 stopped by a signal"
+    text = (step.folder / "run" / "attempt-0" / "stacks" / "rank-1.txt").read_text()
+    assert "state T (stopped)" in text and "system call" in text
     assert step.gone(5), step.left()
 
 

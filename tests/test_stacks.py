@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,28 +75,6 @@ def test_the_rank_in_the_loader_is_the_cause_and_not_those_that_wait_for_it(step
     assert "most recent call first" in (folder / "rank-3.txt").read_text()
     assert waiting in (folder / "summary.txt").read_text()
     assert step.gone(10), step.left()
-
-
-@pytest.mark.slow
-def test_what_a_stopped_worker_did_is_said_by_the_kernel_and_the_others_show_their_stacks(step: Step) -> None:
-    """A script of its own handlers and without a beat; a worker that is no fork is asked for nothing that would end it."""
-    (step.folder / "wait.py").write_text(
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGUSR1, lambda n, f: None)\n"
-        "def idle():\n    time.sleep(300)\n"
-        "print('pid', os.getpid(), flush=True)\nidle()\n"
-    )
-    step.agent(environ_of(step, tasks_per_node=(1,)), "--workers-per-node", "2", "--", "wait.py")
-    step.wait_for("[rank 0] pid")
-    step.wait_for("[rank 1] pid")
-    os.kill(int(step.text().split("[rank 1] pid ")[1].split()[0]), signal.SIGSTOP)
-    (ended,) = step.ends()
-    first = outcome_of(step)["first"]
-    assert isinstance(first, dict) and ended.code == 124, ended.stderr
-    assert first["rank"] == 1 and first["message"].startswith("stopped (as by SIGSTOP) for ")
-    assert first["stacks"] == "rank 0 in idle at wait.py:4; rank 1 stopped by a signal"
-    text = (step.folder / "run" / "attempt-0" / "stacks" / "rank-1.txt").read_text()
-    assert "state T (stopped)" in text and "system call" in text
 
 
 DUMP = """\
