@@ -272,7 +272,8 @@ def test_x16_a_step_that_never_started_is_not_called_a_failure_of_the_program(tm
     assert done.returncode == 69 and "restart 1 of 1, in 2 s" in done.stderr
     assert refusal in done.stderr and "no rank was started" in done.stderr
     events = record(tmp_path)
-    assert [event["event"] for event in events] == ["ended", "decided", "verdict"] * 2 and events[-3]["started"] is False
+    assert [event["event"] for event in events] == ["ended", "decided", "verdict"] * 2
+    assert events[-3]["started"] is False
     assert [event["cause"] for event in events[2::3]] == ["never started"] * 2
     assert [event["decision"] for event in events[1::3]] == ["again", "fail"]
 

@@ -292,7 +292,8 @@ class Loop:
         if save or evaluate:
             self._restart_clocks()
             if self.world.is_rank_zero or not save:
-                self.heartbeat.beat(step)  # the others' next step waits for rank 0, whose save may wait for the one before
+                # the others' next step waits for rank 0, whose save may wait for the one before
+                self.heartbeat.beat(step)
 
     def _restart_clocks(self) -> None:
         """What was done until now was no step."""
