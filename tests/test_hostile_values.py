@@ -157,8 +157,11 @@ def test_s9_no_control_character_of_a_node_an_exception_or_a_name_reaches_a_verd
     for character in CONTROLS:
         text = f"a{character}[2Jb"
         first = {"rank": 1, "host": text, "code": 1, "message": text, "traceback": f"x\n  {text}\n", "log": text}
-        end = End(code=1, started=True, reported=True, first=first, others=2)
-        verdict.tell(end, attempt=0, restart=0, folder=tmp_path / "a", heard=None)
+        first |= {"gpu": text, "stacks": text, "time": 1e300, "step": text}
+        alike = [{"ranks": text, "count": 2, "message": text, "same": False}]
+        end = End(code=1, started=True, reported=True, first=first, others=2, alike=alike)
+        folder = tmp_path / f"a{character if character != chr(0) else ''}"
+        verdict.Verdict(end=end, cause="exception", attempt=0, restart=0, folder=folder, comes_next=text).tell()
         verdict.complain(text)
     captured = capsys.readouterr()
     assert captured.out == "" and len(captured.err.splitlines()) >= 4 * len(CONTROLS)
