@@ -60,7 +60,12 @@ def trace(seconds: float) -> list[Fault]:
 
 def race(bench: Bench, seconds: float) -> tuple[dict[str, Result], float, float]:
     """The result of each contestant, and medians in seconds of a cold start of ours and of Slurm's wait after a requeue."""
-    words = (f"step_s={STEP_S}", "train.save_every_steps=null", f"train.save_every_s={SAVE_S}")
+    words = (
+        f"step_s={STEP_S}",
+        "train.save_every_steps=null",
+        f"train.save_every_s={SAVE_S}",
+        "train.log_every_steps=4",
+    )
     ours = Ours(bench, *words, gpus=RANKS, ranks=RANKS)
     rivals = [rival(bench, RANKS, SAVE_S, STEP_S) for rival in (Torchrun, Submitit)]
     contestants: Sequence[Contestant] = [ours, *rivals]
