@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from steps import Step, step_environ
 
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide
 from hpc.allocation.verdict import End, Verdict, cause_of, next_of
+from hpc.node.memory import _in_kernel_log
 from hpc.node.outcome import Failure, alike, read_traceback
 from hpc.slurm.states import JobState
 
@@ -210,6 +212,11 @@ def test_out_of_memory_is_told_from_the_cgroup(step: Step, small_memory: Path) -
         "killed by SIGKILL, out of memory: the memory cgroup's limit of 300 MiB was reached"
     )
     assert found["oom"] and found["rank"] == 1
+    kills = re.findall(r"Killed process (\d+) \(", subprocess.run(["dmesg"], capture_output=True, text=True).stdout)
+    if kills:  # where its log may be read, the kernel says so too
+        line = _in_kernel_log(int(kills[-1]), time.monotonic() - 120)
+        assert line is not None and "out of memory" in line
+        assert _in_kernel_log(int(kills[-1]), time.monotonic() + 9) is None
 
 
 def test_a_traceback_is_found_at_the_end_of_a_log_and_not_earlier(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
@@ -19,7 +20,7 @@ class OomWatch:
 
     def __init__(self) -> None:
         self._folder, self._counter, self._limit_name = _memory_cgroup()
-        self._before = self._kills()
+        self._before, self._began = self._kills(), time.monotonic()
 
     def evidence(self, pid: int | None) -> str | None:
         """What tells that this process (None: one of this task's) was killed for want of memory; None when nothing does.
@@ -33,7 +34,7 @@ class OomWatch:
             if limit is None:
                 return "out of memory: the node's memory ran out, as its memory cgroup has counted"
             return f"out of memory: the memory cgroup's limit of {_size(limit)} was reached ({self._folder})"
-        if pid is not None and (line := _in_kernel_log(pid)) is not None:
+        if pid is not None and (line := _in_kernel_log(pid, self._began)) is not None:
             return f"out of memory, says the kernel's log: {line}"
         return None
 
@@ -81,8 +82,11 @@ def _memory_cgroup() -> tuple[Path | None, str, str]:
     return None, "", ""
 
 
-def _in_kernel_log(pid: int) -> str | None:
-    """The kernel's line about the kill of a process, where users may read its log. Source: dmesg(1), /dev/kmsg."""
+def _in_kernel_log(pid: int, since: float) -> str | None:
+    """The kernel's line about the kill of a process, where users may read its log; an older one is of another process.
+
+    `since`: by time.monotonic, which is what the log counts in. Source: the kernel's documentation, ABI/testing/dev-kmsg.
+    """
     killed = re.compile(rf"Killed process {pid} \(|oom-kill:.*\bpid={pid},")
     found: str | None = None
     size = 0
@@ -95,8 +99,10 @@ def _in_kernel_log(pid: int) -> str | None:
                 except BrokenPipeError:  # overwritten meanwhile: the next read goes on behind it
                     continue
                 size += len(record)
-                text = record.partition(";")[2].split("\n")[0]
-                if killed.search(text):
+                head, _, text = record.partition(";")
+                text, fields = text.split("\n")[0], head.split(",")
+                moment_us = int(fields[2]) if len(fields) > 2 and fields[2].isdecimal() else 0
+                if killed.search(text) and moment_us / 1e6 > since - 1.0:
                     found = text
         finally:
             os.close(descriptor)
