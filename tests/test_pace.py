@@ -17,14 +17,16 @@ from hpc.train.work import OwnWork
 
 @pytest.mark.slow
 def test_the_rank_that_the_other_waits_for_is_named(tmp_path: Path) -> None:
-    """Rank 1 needs longer for its loss; the other waits for it in the backward pass, so their steps take equally long."""
+    """Rank 1, of another node, needs longer for its loss; the other waits for it in the backward pass, so their steps take equally long."""
     with Step(tmp_path) as step:
         (tmp_path / "run" / "attempt-0").mkdir(parents=True)
-        environ = {**step_environ(0, tasks_per_node=(1,)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        environ |= {"HPC_RUN_DIR": str(tmp_path / "run"), "HPC_ATTEMPT": "0", "OMP_NUM_THREADS": "1"}
-        arguments = ["--workers-per-node", "2", "--slow-after", "3", "toy", "samples=160", "train.batch_size=8"]
-        step.agent(environ, *arguments, "slow_elsewhere_s=0.45", "train.loader_workers=0", "train.epochs=1")
-        (ended,) = step.ends()
+        more = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HPC_SECRET": "s" * 32}
+        more |= {"HPC_RUN_DIR": str(tmp_path / "run"), "HPC_ATTEMPT": "0"}
+        arguments = ["--workers-per-node", "1", "--allow-loopback", "--slow-after", "3", "toy", "samples=160"]
+        arguments += ["train.batch_size=8", "slow_elsewhere_s=0.45", "train.loader_workers=0", "train.epochs=1"]
+        for task in range(2):
+            step.agent({**step_environ(task, tasks_per_node=(1, 1)), **more}, *arguments)
+        ended = step.ends()[0]
     assert ended.code == 0, ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "is slow" in line]
     assert "rank 1 on " in line and "they wait for it" in line
