@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def test_other_ranks_that_say_the_same_are_one_line(tmp_path: Path, capsys: pyte
     assert lines[4] == f"hpc.launch: next: given up; look further: python -m hpc.logs {tmp_path} --attempt 1 --rank 0"
     assert lines[-1].startswith("hpc.launch: rank 0 on n1, attempt 1, restart 2: exited 1: E: peer 10.0.0.0")
     assert json.loads(json.dumps(verdict.event()))["alike"] == groups
+    replace(verdict, cause="hang").tell()
+    assert capsys.readouterr().err.splitlines()[1].startswith("hpc.launch: 6 other ranks made no step either; logs in ")
 
 
 FAIL = """

@@ -228,6 +228,11 @@ class Verdict:
         end = self.end
         if not end.others:
             return
+        if self.cause == "hang":  # what they did is told by the stacks
+            complain(
+                f"{end.others} other rank{'s' if end.others > 1 else ''} made no step either; logs in {self.folder}"
+            )
+            return
         complain(f"{end.others} other rank{'s' if end.others > 1 else ''} failed after it; logs in {self.folder}")
         for group in end.alike[:ALIKE_SHOWN]:
             several = group.get("count") != 1
