@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import selectors
@@ -66,7 +67,11 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
     if start is not None:
         del agent
         return start.become()
-    return agent.watch()
+    try:
+        return agent.watch()
+    finally:
+        leftovers.end_descendants()  # whatever has come in between: the screen can be gone before this process
+        agent.tidy.end()
 
 
 class Agent:
@@ -109,7 +114,8 @@ class Agent:
 
     def note(self, text: str) -> None:
         """One line for the log of the batch step."""
-        print(f"hpc.node: {self.host_name}: {printable(text)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # with srun, the screen goes
+            print(f"hpc.node: {self.host_name}: {printable(text)}", file=sys.stderr, flush=True)
 
     # ---- up to the start -------------------------------------------------------------------------------------------
 

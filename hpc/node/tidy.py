@@ -32,6 +32,7 @@ class Tidy:
     def __init__(self, task: TaskEnvironment, note: Callable[[str], None]) -> None:
         self._task, self._note = task, note
         self._sentinel: Sentinel | None = None
+        self._ended = False
         self.folder: Path | None = None
         """For what only this start of the step needs: compiled kernels, temporary files."""
 
@@ -48,7 +49,10 @@ class Tidy:
             wait_for_gpus(self._task.visible_gpus, self._note)
 
     def end(self) -> None:
-        """All workers and their children have ended: nothing stays of them."""
+        """All workers and their children have ended: nothing stays of them. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         remove_residue(_ignore)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
