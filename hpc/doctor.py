@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpc import exitcodes
 from hpc.errors import HpcError, UsageError, printable, report
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(DOOR, error)
     except KeyboardInterrupt:
         print(f"{DOOR}: interrupted", file=sys.stderr, flush=True)
-        return 130
+        return exitcodes.INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDINGS

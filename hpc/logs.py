@@ -15,7 +15,6 @@ from hpc import exitcodes
 from hpc.errors import HpcError, report
 
 DOOR = "hpc.logs"
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exitcodes.INTERRUPTED
     return exitcodes.DONE
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hpc import exitcodes
 from hpc.errors import HpcError, UsageError, printable, report
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(DOOR, error)
     except KeyboardInterrupt:
         _tell("interrupted before anything was submitted")
-        return 130
+        return exitcodes.INTERRUPTED
     except BrokenPipeError:  # the reader of --dry-run has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from steps import Step, step_environ
 
+from hpc.node.inquest import Inquest
+from hpc.node.outcome import Failure
 from hpc.node.stacks import Stack, culprits, groups_of, main_frames, waits, words_of
+
+if TYPE_CHECKING:
+    from hpc.node.environment import TaskEnvironment
 
 LOADER = """
 import os, time
@@ -121,6 +129,19 @@ def test_the_cause_is_who_does_not_wait(words: list[str], guilty: tuple[int, ...
     stacks = [stack(rank, text) for rank, text in enumerate(words)]
     assert culprits(groups_of(stacks)) == guilty
     assert Stack.from_dict(json.loads(json.dumps(stacks[0].to_dict()))) == stacks[0]
+
+
+def test_a_cause_whose_own_silence_nobody_has_noticed_yet_is_told_as_fully() -> None:
+    """Another node's agent was quicker: its rank only waits, and the cause is known by its stack alone."""
+    inquest = Inquest(cast("TaskEnvironment", SimpleNamespace(task_rank=0, tasks=2)), "n1", print)
+    cause = replace(stack(2, "in <module> at train.py:16"), host="n2", gpu="0", step=7, log="rank-2.log")
+    inquest.hear(0, [stack(0, "in all_reduce at a:1")])
+    inquest.hear(1, [cause.to_dict(), stack(3, "in all_reduce at a:1").to_dict()])
+    assert inquest.complete
+    waiting = Failure(rank=0, host="n1", code=124, time=50.0, message="hung: no step for 8 s", hung=True)
+    first = inquest.conclude([waiting])[0]
+    assert (first.rank, first.host, first.gpu, first.step, first.log) == (2, "n2", "0", 7, "rank-2.log")
+    assert first.hung and first.time < waiting.time and "2 ranks (0,3) in all_reduce at a:1" in first.stacks
 
 
 SILENT = """

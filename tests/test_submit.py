@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -356,6 +357,7 @@ def test_interrupted_follow_leaves_the_job_alone(shell: Shell) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "hpc.submit", *AS_ROOT, "--follow"],
         cwd=shell.folder, env=shell.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in the background
     )  # fmt: skip
     deadline = time.monotonic() + 30
     while not shell.calls("scontrol") and time.monotonic() < deadline:

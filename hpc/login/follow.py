@@ -14,7 +14,6 @@ from hpc.errors import SlurmCommandError, printable
 from hpc.slurm import commands
 from hpc.slurm.states import JobState, parse_state
 
-INTERRUPTED = 130
 READ_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 COME_BACK_S = 20.0
@@ -36,7 +35,7 @@ def follow(job_id: str, output: Path, *, tell: Callable[[str], None]) -> int:
         tell(f"no longer following; job {job_id} goes on")
         tell(f"  follow   tail -F {shlex.quote(str(output))}")
         tell(f"  cancel   scancel {job_id}")
-        return INTERRUPTED
+        return exitcodes.INTERRUPTED
 
 
 def exit_code(fields: dict[str, str], state: JobState) -> int:

@@ -73,7 +73,7 @@ class Inquest:
         return Failure(rank=rank, host=host, code=code, time=self.clock.now(), message=message, silent=silent)
 
     def _failure(self, worker: Worker, code: int, message: str) -> Failure:
-        beat, gpus, device = worker.pulse.beat(), self._task.visible_gpus, worker.info.device_index
+        beat = worker.pulse.beat()
         return Failure(
             rank=worker.info.rank,
             host=self._host,
@@ -81,9 +81,13 @@ class Inquest:
             time=self.clock.now(),
             message=message,
             log=str(worker.log or ""),
-            gpu=gpus[device] if device is not None and device < len(gpus) else None,
+            gpu=self._gpu(worker),
             step=beat.step if beat is not None else None,
         )
+
+    def _gpu(self, worker: Worker) -> str | None:
+        gpus, device = self._task.visible_gpus, worker.info.device_index
+        return gpus[device] if device is not None and device < len(gpus) else None
 
     # ---- stacks ----------------------------------------------------------------------------------------------------
 
@@ -105,6 +109,7 @@ class Inquest:
                     frames=tuple(frames),
                     text=text,
                     log=str(alive[rank].log or ""),
+                    gpu=self._gpu(alive[rank]),
                     step=beat.step if beat is not None else None,
                 )
             )
@@ -151,6 +156,7 @@ class Inquest:
                     message=message,
                     log=stack.log,
                     hung=True,
+                    gpu=stack.gpu,
                     step=stack.step,
                 )
             )

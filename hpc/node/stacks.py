@@ -52,6 +52,7 @@ class Stack:
     text: str = ""
     """All that was found, for the file; does not travel."""
     log: str = ""
+    gpu: str | None = None
     step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
