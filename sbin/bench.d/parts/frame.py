@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,9 +217,8 @@ def compared(
     return Row(what=what, against=against, ratio=ratio, goal=goal, ours_s=us, theirs_s=them, reason=reason)
 
 
-def measure(measurements: Sequence[Measurement], bench: Bench) -> list[Row]:
-    """All rows that --only asks for; one line on the screen for each group that cannot be measured here."""
-    rows: list[Row] = []
+def measure(measurements: Sequence[Measurement], bench: Bench) -> Iterator[list[Row]]:
+    """The rows that --only asks for, group by group; one line on the screen for each group that cannot be measured here."""
     for one in measurements:
         print(f"measuring: {'; '.join(one.rows)}", file=sys.stderr, flush=True)
         try:
@@ -231,8 +230,7 @@ def measure(measurements: Sequence[Measurement], bench: Bench) -> list[Row]:
             words = str(why).strip().splitlines() or ["no reason was told"]
             print(f"not measured: {'; '.join(one.rows)}: {words[0][:300]}", file=sys.stderr, flush=True)
             continue
-        rows += [row for row in found if bench.only.lower() in row.what.lower()]
-    return rows
+        yield [row for row in found if bench.only.lower() in row.what.lower()]
 
 
 def table(rows: Sequence[Row]) -> str:
