@@ -14,11 +14,13 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+JOB = f"7{os.environ.get('PYTEST_XDIST_WORKER', '').removeprefix('gw')}"
+"""The id of the steps' job: steps of the same job at the same time on one machine would meet, so each process has its own."""
 LIMIT_S = 150.0  # patience of the tests, not a promise: machines are shared
 
 
 def step_environ(
-    task: int, *, tasks_per_node: Sequence[int] = (2,), job_id: str = "7", **changes: str | int | None
+    task: int, *, tasks_per_node: Sequence[int] = (2,), job_id: str = JOB, **changes: str | int | None
 ) -> dict[str, str]:
     """What one task of a step sees; several nodes are simulated on this machine (MASTER_ADDR 127.0.0.1)."""
     nodes = len(tasks_per_node)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from steps import ROOT, Step, send, step_environ
+from steps import JOB, ROOT, Step, send, step_environ
 
 from hpc.node import processes
 from hpc.node.rendezvous import candidate_ports
@@ -238,7 +238,7 @@ def test_d15_nodes_with_different_numbers_of_workers_share_no_rank(step: Step) -
 
 
 def test_l01_two_jobs_on_one_host_do_not_meet_each_other(step: Step) -> None:
-    for job in ("7", "8"):
+    for job in (JOB, f"{JOB}8"):
         for task in range(2):
             step.agent(step_environ(task, job_id=job), "--", "train.py")
     ended = step.ends()
@@ -253,7 +253,7 @@ def test_two_steps_of_one_job_at_once_do_not_meet_each_other(step: Step) -> None
 
 
 def test_l03_ports_taken_by_strangers_are_passed_by_and_every_rank_learns_the_next(step: Step) -> None:
-    ports = candidate_ports("7", None, 0, "", "0")
+    ports = candidate_ports(JOB, None, 0, "", "0")
     strangers = [socket.create_server(("127.0.0.1", port)) for port in ports[:3]]
     for task in range(2):
         step.agent(step_environ(task), "--", "show.py")
@@ -704,7 +704,7 @@ def test_s5_a_hundred_rogues_at_the_rendezvous_of_several_nodes_write_no_key(ste
     arguments = ("--allow-loopback", "--", "train.py")
     environs = [{**step_environ(task, tasks_per_node=(1, 1)), "HPC_SECRET": "s" * 32} for task in range(2)]
     step.agent(environs[0], *arguments)
-    store_port, meeting_port = candidate_ports("7", None, 0, "s" * 32, "0")[:2]
+    store_port, meeting_port = candidate_ports(JOB, None, 0, "s" * 32, "0")[:2]
     deadline = time.monotonic() + 60
     while (found := listening(step.look())) != {("127.0.0.1", store_port), ("127.0.0.1", meeting_port)}:
         assert time.monotonic() < deadline, (found, step.text())

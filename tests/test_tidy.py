@@ -1,5 +1,6 @@
 """GPU memory before a start, and files of the dead, with the real NVML bindings on a driver library made for the test."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from steps import ROOT
 
-from hpc.node import processes, residue
+from hpc.node import processes, residue, sentinel
 from hpc.node.residue import Folder
 
 WAIT = """
@@ -121,3 +122,28 @@ def test_what_a_living_process_may_come_back_to_is_kept(places: tuple[Path, Path
     assert me is not None
     assert residue.find([me], lambda _: False, print) == []
     assert [one.path.name for one in residue.find([], lambda _: False, print)] == ["nccl-aB12cD"]
+
+
+def test_a_kernel_that_cannot_answer_tells_nobody_dead(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen in a memory cgroup at its limit: an agent took away the folder of another job's, which was alive."""
+    if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
+        pytest.skip("needs the machine's own process numbers")
+    folder = places[1] / f"hpc-{os.getuid()}-{os.getpid()}-abcdefgh"
+    folder.mkdir()
+    assert residue.find([], lambda _: False, print) == []
+    read = Path.read_text
+
+    def starved(path: Path, *arguments: str | None, **more: str | None) -> str:
+        if path.name == "stat" and path.parts[1] == "proc":
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return read(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "read_text", starved)
+    with pytest.raises(processes.Starved):
+        residue.find([], lambda _: False, print)
+    notes: list[str] = []
+    sentinel.remove_residue(notes.append)
+    assert folder.exists() and "are left where they are" in notes[0]
+    monkeypatch.undo()

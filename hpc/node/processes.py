@@ -16,6 +16,7 @@ Source: proc(5), /proc/PID/stat, status, environ, cgroup; sbatch(1) and srun(1),
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -30,6 +31,21 @@ from hpc.rundir import MARK_VARIABLE
 
 _CGROUP_JOB = re.compile(r"/(?:slurm[^/]*/)(?:.*/)?job_([0-9]+)(?:/|$)", re.MULTILINE)
 _TICKS = os.sysconf("SC_CLK_TCK")
+_STARVED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EIO)
+
+
+class Starved(Exception):
+    """The kernel did not answer for want of memory or descriptors, as in a job at its memory limit: nobody is told dead."""
+
+
+def none_there(error: OSError) -> None:
+    """Take an error for "there is no such thing, or it is not ours to see"; one that says neither is raised.
+
+    Raises:
+        Starved: the machine could not answer.
+    """
+    if error.errno in _STARVED:
+        raise Starved(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +132,18 @@ def node_name(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def look(uid: int | None = None) -> list[Process]:
-    """Every living process of a user (default: this one's), in the order of their numbers; zombies are left out."""
+def look(uid: int | None = None, *, whole: bool = False) -> list[Process]:
+    """Every living process of a user (default: this one's), in the order of their numbers; zombies are left out.
+
+    Raises:
+        Starved: only when `whole` is wanted: one of them could not be looked at.
+    """
     owner = os.getuid() if uid is None else uid
-    found = (look_at(int(name), owner) for name in os.listdir("/proc") if name.isdecimal())
+    found = (look_at(int(name), owner, whole=whole) for name in os.listdir("/proc") if name.isdecimal())
     return sorted((process for process in found if process is not None), key=lambda process: process.pid)
 
 
-def look_at(pid: int, uid: int | None = None) -> Process | None:
+def look_at(pid: int, uid: int | None = None, *, whole: bool = False) -> Process | None:
     """The living process with this number if it is this user's, real and effective id both; else None."""
     owner = os.getuid() if uid is None else uid
     folder = Path("/proc") / str(pid)
@@ -139,7 +159,11 @@ def look_at(pid: int, uid: int | None = None) -> Process | None:
         with contextlib.suppress(PermissionError):
             groups = (folder / "cgroup").read_text(encoding="utf-8", errors="replace")
         after = _stat(folder)
-    except (OSError, ValueError):
+    except ValueError:
+        return None
+    except OSError as error:
+        if whole:
+            none_there(error)
         return None
     if after is None or after[0] != before[0]:
         return None  # the number went to another process while it was read

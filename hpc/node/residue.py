@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.node.processes import Process
+from hpc.node.processes import Process, none_there
 
 SHM = Path("/dev/shm")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h: "0xEFFFFFFCU"
@@ -86,6 +86,9 @@ def find(alive: Sequence[Process], over: Callable[[Folder], bool], note: Callabl
     `alive`: this user's processes that are no leftovers and could come back to a file; `over`: whether the
     start of a step that made such a folder is over. In a container with process numbers of its own nothing is found, with a note:
     others that share these folders are not seen.
+
+    Raises:
+        Starved: the kernel could not tell who is alive or has a file.
     """
     if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
         note("process numbers are this container's own: files of dead processes cannot be told here")
@@ -168,7 +171,12 @@ def _is_as_old(pid: int, made: float) -> bool:
     """Whether the process that made a file at that time still lives: its number alone may be another's by now."""
     try:
         return _started(pid) <= made + 1.0
-    except (OSError, ValueError, IndexError):
+    except ValueError:
+        return False
+    except IndexError:
+        return True  # no answer is none about its death
+    except OSError as error:
+        none_there(error)
         return False
 
 
@@ -181,8 +189,11 @@ def _started(pid: int) -> float:
     words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if words[0] in "ZX":
         raise ValueError(pid)
+    now = (
+        time.time()
+    )  # the earlier of the two clocks: whoever is held up in between makes the process older, not younger
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
+    return now - age_s
 
 
 def _inside(path: Path) -> set[tuple[int, int]]:
@@ -216,12 +227,14 @@ def _links(folder: Path, only: str = "") -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     try:
         paths = [folder / name for name in ([only] if only else os.listdir(folder))]
-    except OSError:
+    except OSError as error:
+        none_there(error)
         return found
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:
+        except OSError as error:
+            none_there(error)
             continue
         found.add((status.st_dev, status.st_ino))
     return found
@@ -231,7 +244,8 @@ def _mapped(pid: str) -> set[tuple[int, int]]:
     """map_files may be closed to ordinary users; maps tells the same of what still has its name."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except OSError:
+    except OSError as error:
+        none_there(error)
         return set()
     return _identities(line.split(None, 5)[5] for line in text.splitlines() if "/dev/shm/" in line)
 
@@ -239,7 +253,8 @@ def _mapped(pid: str) -> set[tuple[int, int]]:
 def _bound(pid: str) -> set[tuple[int, int]]:
     try:
         text = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
-    except OSError:
+    except OSError as error:
+        none_there(error)
         return set()
     words = (line.split() for line in text.splitlines()[1:])
     return _identities(word[7] for word in words if len(word) > 7 and word[7].startswith("/"))
@@ -250,7 +265,8 @@ def _identities(paths: Iterable[str]) -> set[tuple[int, int]]:
     for path in set(paths):
         try:
             status = os.stat(path)
-        except OSError:
+        except OSError as error:
+            none_there(error)
             continue
         found.add((status.st_dev, status.st_ino))
     return found

@@ -120,6 +120,11 @@ def remove_residue(note: Callable[[str], None]) -> None:
     """Files of dead processes of this user; whoever else lives may still come back to the nameless ones."""
     own = processes.look_at(os.getpid())
     tag = own.tag if own is not None else ()
-    alive = [process for process in processes.look() if process.tag != tag or not tag]
-    for one in residue.find([process for process in alive if not process.is_login_shell], lambda _: False, note):
+    try:
+        alive = [process for process in processes.look(whole=True) if process.tag != tag or not tag]
+        found = residue.find([process for process in alive if not process.is_login_shell], lambda _: False, note)
+    except processes.Starved as why:
+        note(f"files of dead processes are left where they are: {why}")
+        return
+    for one in found:
         residue.remove(one)

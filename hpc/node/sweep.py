@@ -177,7 +177,12 @@ class Sweeper:
     def _residue(self, judged: Sequence[Judgement]) -> list[Residue]:
         """Files of the dead. What is being swept, and the batch script that waits for it, does not count as alive."""
         alive = [one.process for one in judged if one.standing is not Standing.LEFTOVER and not self._is_own(one)]
-        found = residue.find(alive, self._folder_is_over, self._note)
+        try:
+            processes.look(whole=True)
+            found = residue.find(alive, self._folder_is_over, self._note)
+        except processes.Starved as why:
+            self._note(f"files of dead processes are left where they are: {why}")
+            return []
         return [one for one in found if one.of_job or not self._scope.job_id]
 
     def _is_own(self, one: Judgement) -> bool:
