@@ -156,6 +156,17 @@ class Controller:
         layout = f", {self.loaded.config.launch.layout}" if not step.local else ""
         return f"{where}: {what} on {nodes}{layout}; {self.python}, torch {torch}; {self.run_dir.path}"
 
+    def told(self) -> dict[str, str]:
+        """What the agents of the present start are told by their environment."""
+        told = {
+            MARK_VARIABLE: self._mark,
+            RUN_DIR_VARIABLE: str(self.run_dir.path),
+            ATTEMPT_VARIABLE: str(self.allocation.attempt),
+            RESTART_VARIABLE: str(self.restart),
+            BEGAN_VARIABLE: f"{self.start_began:.0f}",
+        }
+        return told if self.end_time is None else {**told, END_TIME_VARIABLE: f"{self.end_time:.0f}"}
+
     def start_and_wait(self) -> int:
         """Start the step and pass signals on until it ends; returns its exit code as a shell would give it.
 
@@ -163,16 +174,9 @@ class Controller:
             NeverStarted: srun is missing or may not be executed.
         """
         self._mark = new_mark(self.allocation, self.restart)
-        told = {
-            MARK_VARIABLE: self._mark,
-            RUN_DIR_VARIABLE: str(self.run_dir.path),
-            ATTEMPT_VARIABLE: str(self.allocation.attempt),
-            RESTART_VARIABLE: str(self.restart),
-            BEGAN_VARIABLE: f"{self.start_began:.0f}",
-            **({END_TIME_VARIABLE: f"{self.end_time:.0f}"} if self.end_time is not None else {}),
-        }
         argv = step_command(self.step, agent_command(self.step, self.loaded, self.python))
-        child = start_step(argv, agent_environ(self.step, self.loaded, told), cwd=self.code, local=self.step.local)
+        environ = agent_environ(self.step, self.loaded, self.told())
+        child = start_step(argv, environ, cwd=self.code, local=self.step.local)
         batch_job = self.allocation.run_id if not self.step.local and self.is_batch else None
         grace_s = self.loaded.config.launch.grace_s
         running = RunningStep(child, batch_job=batch_job, grace_s=grace_s, on_end=self._note_slurms_end)

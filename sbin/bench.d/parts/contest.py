@@ -77,7 +77,7 @@ class Allocation:
     def _ours(self, layout: str, folder: Path, tracer: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """The line and the environment of hpc.launch for `-- first_step.py` in this allocation, by its own code."""
         from hpc import config
-        from hpc.allocation import allocation, controller
+        from hpc.allocation import allocation, controller, step
         from hpc.rundir import RunDirectory
 
         loaded = config.load(
@@ -88,8 +88,9 @@ class Allocation:
         run_dir = RunDirectory.create(folder.parent, folder.name)
         control = controller.Controller(allocation.read(os.environ), loaded, run_dir)
         control.folder.mkdir(mode=0o700)
-        agent = controller.agent_command(control.step, loaded, control.python)
-        return controller.step_command(control.step, [*tracer, *agent]), control.environ()
+        agent = step.agent_command(control.step, loaded, control.python)
+        environ = step.agent_environ(control.step, loaded, control.told())
+        return step.step_command(control.step, [*tracer, *agent]), environ
 
 
 def run_one(allocation: Allocation, who: str, number: int, count: bool) -> dict[str, object]:
