@@ -5,6 +5,7 @@ Each runs ranks that step for ever, mostly asleep, and keeps a diary of the step
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import re
@@ -24,7 +25,7 @@ MEMORY = 64 << 20
 """What a worker that is to run out of memory may still take."""
 
 
-class Contestant:
+class Contestant(abc.ABC):
     """One run of so many ranks."""
 
     name = ""
@@ -38,8 +39,9 @@ class Contestant:
         self.job_id = ""
         self.looked = 0.0
 
+    @abc.abstractmethod
     def submit(self) -> None:
-        raise NotImplementedError
+        """Send the job."""
 
     def notice(self) -> None:
         """The warning signal, as Slurm sends it to this contestant."""
