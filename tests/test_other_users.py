@@ -36,10 +36,17 @@ def environ(place: Path, user: int) -> dict[str, str]:
 
 
 def as_user(user: int, place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """A command as another user, in that user's home; 0 is root."""
+    """A command as another user, in that user's home; 0 is root.
+
+    Where the interpreter or this tree lies in a folder that others may not enter, the process may read everything all the
+    same (capabilities(7), CAP_DAC_READ_SEARCH): what it may write, and who it is, stays that user's.
+    """
+    words = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    if user:
+        words += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return subprocess.run(
-        [sys.executable, *argv], env=environ(place, user or ME), cwd=place / str(user or ME), user=user, group=user,
-        extra_groups=[], capture_output=True, text=True, timeout=90,
+        [*words, sys.executable, *argv], env=environ(place, user or ME), cwd=place / str(user or ME),
+        capture_output=True, text=True, timeout=90,
     )  # fmt: skip
 
 
