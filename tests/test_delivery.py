@@ -103,6 +103,7 @@ def test_sbatch_that_does_not_answer_at_all(shell: Shell) -> None:
     assert done.returncode == 0 and "job 104" in done.stdout
 
 
+@pytest.mark.slow
 def test_q15_a_run_is_sent_again_once_after_each_attempt(shell: Shell) -> None:
     assert shell.send("run_dir=here").returncode == 0
     run_dir = shell.folder / "here"

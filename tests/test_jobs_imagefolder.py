@@ -206,6 +206,7 @@ def test_classes_are_sorted_and_each_image_is_there_once(folder):
     assert len(read_splits(folder, None)["train"]) == 12
 
 
+@pytest.mark.slow
 def test_the_index_says_what_the_listing_says_and_is_the_only_file_read(folder, monkeypatch, capsys):
     (folder / "train/red/ü b.jpg").write_bytes((folder / "train/red/1.jpg").read_bytes())
     (folder / "train/red" / os.fsdecode(b"\xff.jpg")).write_bytes((folder / "train/red/1.jpg").read_bytes())

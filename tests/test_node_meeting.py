@@ -81,6 +81,7 @@ def test_guests_join_and_messages_go_both_ways(host: Host) -> None:
     guests[0].close()
 
 
+@pytest.mark.slow
 def test_strangers_on_the_ports_are_passed_by(host: Host) -> None:
     """One is silent, one talks another protocol, one is another job's meeting."""
     silent = socket.create_server(("127.0.0.1", 0))
@@ -180,6 +181,7 @@ def test_a_host_that_never_comes_is_an_error_within_the_limit() -> None:
     assert 0.9 < time.monotonic() - begun < 5
 
 
+@pytest.mark.slow
 def test_a_host_that_comes_late_is_found() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -59,6 +59,7 @@ def facts(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", [ME, 0])
 def test_s7_a_run_and_its_clearing_up_touch_nothing_of_another_users(place: Path, user: int) -> None:
     """Not even root's does: a run that fails, is started again, and leaves processes for its agent to end."""
@@ -85,6 +86,7 @@ def test_s7_a_run_and_its_clearing_up_touch_nothing_of_another_users(place: Path
     assert facts(theirs) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", [ME, 0])
 def test_s7_nothing_in_another_users_folder_is_started_continued_or_written_to(place: Path, user: int) -> None:
     theirs = place / str(OTHER)
