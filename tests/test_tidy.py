@@ -127,7 +127,7 @@ def test_what_a_living_process_may_come_back_to_is_kept(places: tuple[Path, Path
 def test_a_kernel_that_cannot_answer_tells_nobody_dead(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen in a memory cgroup at its limit: an agent took away the folder of another job's, which was alive."""
+    """As in a memory cgroup at its limit: no answer about a process is not taken for its death."""
     if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
         pytest.skip("needs the machine's own process numbers")
     folder = places[1] / f"hpc-{os.getuid()}-{os.getpid()}-abcdefgh"
