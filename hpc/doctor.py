@@ -6,6 +6,8 @@ python -m hpc.doctor --allocation              inside an allocation: its nodes, 
 python -m hpc.doctor --signals [key=value ...]  a tiny job proves that a notice reaches every rank, and that the job comes back
 python -m hpc.doctor --failed-nodes            which nodes failed your runs lately; --forget NODE ... takes them back
 python -m hpc.doctor --lint FILE.sbatch ...    the classic mistakes of a batch script that was written by hand
+
+Exit codes: 0 nothing found; 1 something was; 2 the command line; 78 no Slurm can be asked from this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look, print, and return the exit code: 0 nothing found, 1 findings, 2 a wrong command line."""
+    """Look, print, and return the exit code: 0 nothing found, 1 findings, 2 a wrong command line, 78 no Slurm to ask."""
     try:
         asked = _parser().parse_args(argv)
         _check_words(asked)

@@ -11,6 +11,7 @@ HpcError                      exit code
 ├── NeverStarted              69   a job step or worker that could not be started
 │   └── UnfitNode             69   a node on which no worker is worth a try
 └── SlurmCommandError         1    a Slurm command that failed, hung or is missing
+    └── SlurmUnreachable      78   no Slurm can be asked from this machine
 """
 
 import sys
@@ -72,6 +73,12 @@ class UnfitNode(NeverStarted):
 
 class SlurmCommandError(HpcError):
     """A Slurm command that failed, did not answer in time, or is not on PATH."""
+
+
+class SlurmUnreachable(SlurmCommandError):
+    """No Slurm can be asked from this machine at all, at a door that is there to ask it."""
+
+    exit_code = exitcodes.BAD_ENVIRONMENT
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ WANTS_ANOTHER_ATTEMPT = 75
 HUNG = 124
 """A worker was stopped, or made no step for too long, and was ended for it (as timeout(1) says it)."""
 BAD_ENVIRONMENT = 78
-"""The environment of the job contradicts itself (sysexits.h: EX_CONFIG); no rank was started."""
+"""The environment of the job contradicts itself (sysexits.h: EX_CONFIG); no rank was started. At a door: no Slurm to ask."""
 INTERRUPTED = 130
 """Ctrl-C at a door that asks, watches or submits (128 + SIGINT); what it watched goes on."""
 

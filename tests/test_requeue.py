@@ -290,22 +290,49 @@ def test_a_local_run_that_has_saved_says_how_to_go_on(tmp_path: Path) -> None:
     assert Controller(tmp_path, "--local", "--run-dir", str(run_dir)).ends() == 0
 
 
+KILLED_ONCE = """echo $PPID $HPC_RESTART ${HPC_STANDBY:-none} ${HPC_SECRET:-none} $(cat) >> told
+[ -e seen ] || { touch seen; kill -9 $$; }"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [["--local"], []])
-def test_a_killed_worker_is_started_again_inside_the_allocation(tmp_path: Path, where: list[str]) -> None:
-    job = Controller(tmp_path, *where, "--", "sh", "-c", "if [ -e seen ]; then exit 0; fi; touch seen; kill -9 $$")
+@pytest.mark.parametrize(
+    ("where", "node", "agents"),
+    [(["--local"], {}, 1), ([], {"SLURMD_NODENAME": "n1"}, 1), ([], {}, 2)],
+    ids=["local", "in a batch step", "in salloc's shell, where no agent can tell the controller that it stands by"],
+)
+def test_a_killed_worker_is_started_again_by_the_same_agent(
+    tmp_path: Path, where: list[str], node: dict[str, str], agents: int
+) -> None:
+    job = Controller(tmp_path, *where, "--", "sh", "-c", KILLED_ONCE, **node)
     assert job.ends() == 0, job.text
     assert job.decisions() == ["again"] and "killed by SIGKILL, restart 1 of 3, in 2 s" in job.text
     assert not (tmp_path / "calls.jsonl").exists() or not job.requeues()
     assert [event["event"] for event in job.record()] == ["started", "ended", "decided", "verdict", "started", "ended"]
+    told = [line.split(maxsplit=1) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [words for _, words in told] == ["0 none none", "1 none none"]  # and nothing on standard input
+    assert len({agent for agent, _ in told}) == agents
+    assert not any(psutil.pid_exists(int(agent)) for agent, _ in told)
+
+
+@pytest.mark.slow
+def test_an_agent_that_dies_while_it_stands_by_is_replaced(tmp_path: Path) -> None:
+    job = Controller(tmp_path, "--local", "--", "sh", "-c", KILLED_ONCE)
+    job.wait_for("restart 1 of 3, in 2 s")
+    os.kill(int((tmp_path / "told").read_text().split()[0]), signal.SIGKILL)
+    assert job.ends() == 0 and job.decisions() == ["again"], job.text
+    first, second = (line.split() for line in (tmp_path / "told").read_text().splitlines())
+    assert first[0] != second[0] and second[1] == "1"
 
 
 @pytest.mark.slow
 def test_a_notice_in_the_pause_before_a_restart_is_heard(tmp_path: Path) -> None:
-    job = Controller(tmp_path, "--", "sh", "-c", "kill -9 $$")
+    job = Controller(tmp_path, "--", "sh", "-c", "echo $PPID > agent; kill -9 $$", SLURMD_NODENAME="n1")
     job.wait_for("restart 1 of 3, in 2 s")
+    agent = int((tmp_path / "agent").read_text())
+    assert psutil.pid_exists(agent)  # it stands by
     job.process.send_signal(signal.SIGTERM)
     assert job.ends() == 75 and job.decisions() == ["again", "requeue"]
+    assert not psutil.pid_exists(agent)
 
 
 @pytest.mark.slow

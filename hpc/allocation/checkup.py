@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 import selectors
 import shutil
 import signal
@@ -91,9 +90,9 @@ def _look_at_nodes(allocation: Allocation, loaded: Loaded, folder: Path, checked
     step = dataclasses.replace(plan_step(allocation, loaded), tasks_per_node=1, cpus_per_task=None, overcommit=True)
     argv = step_command(step, task)
     if not step.local:
-        argv[1:1] = ["--input=all", "--kill-on-bad-exit=0", f"--nodelist={','.join(nodes)}"]
+        argv[1:1] = ["--kill-on-bad-exit=0", f"--nodelist={','.join(nodes)}"]
         argv.remove("--kill-on-bad-exit=1")
-    environ = {**agent_environ(step, loaded, {}), "HPC_SECRET": secrets.token_hex(16)}
+    environ = agent_environ(step, loaded, {})
     child = start_step(argv, environ, cwd=None, local=step.local, piped=True)
     talk = _Talk(child, checked)
     try:

@@ -29,8 +29,9 @@ from hpc.allocation.requeue import (
     resubmit,
 )
 from hpc.allocation.running import RunningStep
-from hpc.allocation.step import agent_command, agent_environ, plan_step, start_step, step_command
-from hpc.allocation.sweep import LIMIT_S, new_mark, sweep
+from hpc.allocation.starts import Starts
+from hpc.allocation.step import agent_environ, plan_step
+from hpc.allocation.sweep import LIMIT_S, sweep
 from hpc.allocation.verdict import End, Verdict, cause_of, complain, next_of, read_end
 from hpc.command import target_of
 from hpc.config import Loaded
@@ -40,7 +41,6 @@ from hpc.rundir import (
     ATTEMPT_VARIABLE,
     BEGAN_VARIABLE,
     END_TIME_VARIABLE,
-    MARK_VARIABLE,
     RESTART_VARIABLE,
     RUN_DIR_VARIABLE,
     RunDirectory,
@@ -61,10 +61,11 @@ class Controller:
         self, allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, code: str | None = None
     ) -> None:
         """`code`: the directory that agents import from when it is not the working directory."""
-        self.allocation, self.loaded, self.run_dir, self.code = allocation, loaded, run_dir, code
+        self.allocation, self.loaded, self.run_dir = allocation, loaded, run_dir
         self.folder = run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
+        self.starts = Starts(allocation, loaded, self.step, self.python, code=code)
         self.limits = Limits(
             max_restarts=loaded.config.launch.max_restarts, retry_failures=loaded.config.launch.retry_failures
         )
@@ -85,7 +86,6 @@ class Controller:
         self._own_notice: str | None = None  # the training core's: its own clock
         self._keyboard = False
         self._signals = 0
-        self._mark = ""  # of the present start
         self._lost: tuple[str, ...] = ()  # nodes, after it
 
     def run(self) -> int:
@@ -112,6 +112,7 @@ class Controller:
                     self.restarts += not decision.is_retry
                     continue
                 decision = self._decide(end)  # a signal came meanwhile
+            self.starts.dismiss()
             self._sweep()
             return self._act(decision, end)
 
@@ -122,7 +123,7 @@ class Controller:
         hurried = self._notice is not None or self._keyboard
         lines = sweep(
             self.allocation,
-            self._mark,
+            self.starts.mark,
             python=self.python,
             environ=agent_environ(self.step, self.loaded, {}),
             without=self._lost,
@@ -157,9 +158,8 @@ class Controller:
         return f"{where}: {what} on {nodes}{layout}; {self.python}, torch {torch}; {self.run_dir.path}"
 
     def told(self) -> dict[str, str]:
-        """What the agents of the present start are told by their environment."""
+        """What the agents of the present start are told by their environment, besides the mark and their secret."""
         told = {
-            MARK_VARIABLE: self._mark,
             RUN_DIR_VARIABLE: str(self.run_dir.path),
             ATTEMPT_VARIABLE: str(self.allocation.attempt),
             RESTART_VARIABLE: str(self.restart),
@@ -168,28 +168,23 @@ class Controller:
         return told if self.end_time is None else {**told, END_TIME_VARIABLE: f"{self.end_time:.0f}"}
 
     def start_and_wait(self) -> int:
-        """Start the step and pass signals on until it ends; returns its exit code as a shell would give it.
+        """Start the workers and pass signals on until that has ended; returns the exit code as a shell would give it.
 
         Raises:
             NeverStarted: srun is missing or may not be executed.
         """
-        self._mark = new_mark(self.allocation, self.restart)
-        argv = step_command(self.step, agent_command(self.step, self.loaded, self.python))
-        environ = agent_environ(self.step, self.loaded, self.told())
-        child = start_step(argv, environ, cwd=self.code, local=self.step.local)
         batch_job = self.allocation.run_id if not self.step.local and self.is_batch else None
-        grace_s = self.loaded.config.launch.grace_s
-        running = RunningStep(child, batch_job=batch_job, grace_s=grace_s, on_end=self._note_slurms_end)
+        running = self.starts.begin(self.restart, self.told(), batch_job=batch_job, on_end=self._note_slurms_end)
         self._running = running
         for number in self._undelivered:
             running.pass_on(number)  # it came while the child was being made
         self._undelivered.clear()
         try:
             self._wait(running)
-            return exitcodes.from_returncode(running.code())
+            return running.code()
         finally:
             self._running = None
-            running.close()
+            self.starts.keep(running)
 
     def _wait(self, running: RunningStep) -> None:
         """Wait for the step. Shortly before the time limit it gets SIGTERM, so that the requeue comes before Slurm's end.

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from hpc import exitcodes
+from hpc.allocation.standby import Listener
 from hpc.errors import SlurmCommandError
 from hpc.slurm import commands
 
 ANSWER_LIMIT_S = 10.0
 AFTER_GRACE_S = 3.0
 """How long after the grace time a step may still take before srun itself is told to end it."""
+DISMISSED_S = 30.0
+"""How long agents that stood by may take to go."""
 LOOK_S = 0.2  # only where the kernel has no pidfd_open
 
 
@@ -27,18 +33,30 @@ class RunningStep:
     """
 
     def __init__(
-        self, child: subprocess.Popen[bytes], *, batch_job: str | None, grace_s: float, on_end: Callable[[], None]
+        self,
+        child: subprocess.Popen[bytes],
+        *,
+        batch_job: str | None,
+        grace_s: float,
+        on_end: Callable[[], None],
+        listener: Listener | None = None,
     ) -> None:
         """`batch_job`: the job whose steps scancel may signal; None where the child itself gets every signal.
 
-        `on_end` is called once SIGTERM has come, outside of the handler, before it is passed on.
+        `on_end` is called once SIGTERM has come, outside of the handler, before it is passed on. `listener`: where the
+        agents tell that they stand by; the child's standard input is then a pipe.
         """
         self._child, self._batch_job, self._grace_s, self._on_end = child, batch_job, grace_s, on_end
+        self._listener = listener
+        self.stands_by: int | None = None
+        """The exit code of the start whose agents wait for the word to begin another one."""
         self._end_wanted = self._end_sent = False
         self._force_at = math.inf
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ)
         self._pidfd: int | None = None
         try:
             self._pidfd = os.pidfd_open(child.pid)  # Linux 5.3
@@ -58,9 +76,12 @@ class RunningStep:
         return True
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most so long; True when the step has ended."""
+        """Wait at most so long; True when the step has ended, or its agents stand by."""
         deadline = time.monotonic() + seconds
         while self._child.poll() is None:
+            if self._listener is not None and (told := self._listener.hear()) is not None:
+                self.stands_by = told
+                return True
             if self._end_wanted and not self._end_sent:
                 self._end_sent = True
                 self._tell_tasks()
@@ -78,12 +99,38 @@ class RunningStep:
                 continue
         return True
 
+    def again(self, told: Mapping[str, str]) -> bool:
+        """Tell the agents that stand by to start their workers again, with this in their environment; False: they have gone."""
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps({"again": dict(told)}).encode() + b"\n")
+            self._child.stdin.flush()
+        except OSError:
+            return False
+        self.stands_by = None
+        self._end_wanted = self._end_sent = False
+        return self._child.poll() is None
+
+    def dismiss(self) -> None:
+        """Let agents that stand by go; returns when the step has ended."""
+        self.stands_by = None
+        self._listener = None
+        if self._child.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._child.stdin.close()
+        if not self.ends_within(DISMISSED_S):
+            self._child.send_signal(signal.SIGTERM)  # srun ends the step by force
+            self._child.wait()
+
     def code(self) -> int:
-        """The return code of the child, which has ended."""
-        return self._child.wait()
+        """The exit code, as a shell would give it, of the child that has ended, or of the start whose agents stand by."""
+        return self.stands_by if self.stands_by is not None else exitcodes.from_returncode(self._child.wait())
 
     def close(self) -> None:
         self._selector.close()
+        if self._child.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._child.stdin.close()
         for descriptor in (self._reader, self._writer, self._pidfd):
             if descriptor is not None:
                 os.close(descriptor)

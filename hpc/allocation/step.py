@@ -17,6 +17,7 @@ from hpc import exitcodes
 from hpc.allocation.allocation import Allocation
 from hpc.config import Loaded
 from hpc.errors import HpcError, NeverStarted
+from hpc.rundir import SECRET_VARIABLE
 
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -89,7 +90,7 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
 def step_command(step: Step, agent: Sequence[str]) -> list[str]:
     """The agents as one job step. GPUs are not named: the step gets all of the job's, in the form the job asked for.
 
-    Source: srun(1): --kill-on-bad-exit, --cpus-per-task (not inherited from sbatch since 22.05), --export.
+    Source: srun(1): --kill-on-bad-exit, --input, --cpus-per-task (not inherited from sbatch since 22.05), --export.
     """
     if step.local:
         return list(agent)
@@ -101,6 +102,7 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
         "--distribution=block",
         "--kill-on-bad-exit=1",
         "--label",
+        "--input=all",
         "--export=ALL",
     ]
     if step.cpus_per_task is not None:
@@ -110,13 +112,18 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
     return [*command, *agent]
 
 
+def new_secret() -> str:
+    """What only the agents of one start know."""
+    return secrets.token_hex(16)
+
+
 def agent_environ(step: Step, loaded: Loaded, told: Mapping[str, str]) -> dict[str, str]:
     """The agents' environment: this one, what the controller tells them, a secret of this start, and the configuration.
 
     Raises:
         HpcError: the configuration is too long to be handed on.
     """
-    environ = {**os.environ, **told, "HPC_SECRET": secrets.token_hex(16), "PYTHONUTF8": "1"}
+    environ = {**os.environ, SECRET_VARIABLE: new_secret(), **told, "PYTHONUTF8": "1"}
     root = str(Path(hpc.__file__).resolve().parent.parent)
     if Path(root).name not in ("site-packages", "dist-packages"):
         before = environ.get("PYTHONPATH")
@@ -134,11 +141,17 @@ def agent_environ(step: Step, loaded: Loaded, told: Mapping[str, str]) -> dict[s
 
 
 def start_step(
-    argv: Sequence[str], environ: Mapping[str, str], *, cwd: str | None, local: bool, piped: bool = False
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    cwd: str | None,
+    local: bool,
+    piped: bool = False,
+    told: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start srun, or the agent itself when `local`; it ends when this process dies, however it dies.
 
-    `piped`: this process writes its standard input and reads its standard output.
+    `piped`: this process writes its standard input and reads its standard output; `told`: it only writes.
 
     Raises:
         NeverStarted: it is missing or may not be executed.
@@ -155,7 +168,8 @@ def start_step(
             os.setpgid(0, 0)  # Ctrl-C reaches the agent once, through the controller
 
     try:
-        stdin, stdout = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, None)
+        stdin = subprocess.PIPE if piped or told else subprocess.DEVNULL
+        stdout = subprocess.PIPE if piped else None
         return subprocess.Popen(argv, env=dict(environ), cwd=cwd, stdin=stdin, stdout=stdout, preexec_fn=in_child)
     except OSError as error:
         raise NeverStarted(

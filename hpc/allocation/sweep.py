@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from hpc.allocation.allocation import Allocation
 from hpc.errors import SlurmCommandError
-from hpc.rundir import MARK_VARIABLE, RESTART_VARIABLE
+from hpc.rundir import MARK_VARIABLE, RESTART_VARIABLE, SECRET_VARIABLE
 from hpc.slurm import commands
 
 LIMIT_S = 20.0
 """For all nodes together; 5 s when the allocation is being taken away."""
-_SECRETS = (MARK_VARIABLE, RESTART_VARIABLE, "HPC_SECRET")
+_SECRETS = (MARK_VARIABLE, RESTART_VARIABLE, SECRET_VARIABLE)
 _ENDING = re.compile(r"expired|completing|completed|invalid job", re.IGNORECASE)
 
 

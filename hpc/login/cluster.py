@@ -63,7 +63,8 @@ def look() -> Cluster:
     """Ask the cluster and this machine.
 
     Raises:
-        SlurmCommandError: Slurm gave no answer.
+        SlurmUnreachable: no Slurm can be asked from here, and why.
+        SlurmCommandError: its answer is no configuration.
     """
     return Cluster(
         config=site.ask(),

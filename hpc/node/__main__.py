@@ -24,7 +24,7 @@ from hpc.node.environment import TaskEnvironment
 from hpc.node.placement import LAYOUTS
 from hpc.quantities import signal_name
 from hpc.ranks import Rendezvous
-from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKDIR_VARIABLE
+from hpc.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, SECRET_VARIABLE, WORKDIR_VARIABLE
 
 DOOR = "hpc.node"
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(show(task, os.environ))
             return 0
         try:
-            from hpc.node import agent  # late: --show needs none of it
+            from hpc.node import life  # late: --show needs none of it
             from hpc.node.settings import AgentSettings
         except ModuleNotFoundError as error:
             return report(DOOR, error)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warning=signal.Signals[f"SIG{asked.warning}"],
             code=code,
         )
-        return agent.run(task, settings)
+        return life.run(task, settings)
     except HpcError as error:
         return report(DOOR, error)
 
@@ -104,7 +104,7 @@ def show(task: TaskEnvironment, environ: Mapping[str, str]) -> str:
     port = task.preset_port
     if port is None:
         port = candidate_ports(
-            task.job_id, task.array_index, int(attempt), environ.get("HPC_SECRET", ""), task.step_id
+            task.job_id, task.array_index, int(attempt), environ.get(SECRET_VARIABLE, ""), task.step_id
         )[0]
     rendezvous = Rendezvous(host=task.master_host, port=port)
     blocks = []

@@ -1,7 +1,4 @@
-"""The agent: one per Slurm task. It starts this task's workers, watches them, ends them together, and reports.
-
-`run` reads as the life of a job step on one node: open, preload, meet, start, watch, sweep.
-"""
+"""The agent of one start: it starts this task's workers, watches them, ends them together, and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from hpc.node.starting import Starter, Worker
 from hpc.node.streams import WorkerStream
 from hpc.node.tidy import Tidy
 from hpc.node.warning import Warnings
-from hpc.node.worker import Start, adopt_orphans, die_with_parent
+from hpc.node.worker import Start, adopt_orphans
 from hpc.rundir import BEGAN_VARIABLE, RunDirectory
 
 SETTLE_S = 0.5  # after a failure: time for the others to fail by themselves, so that the first cause is known
@@ -48,30 +45,6 @@ class State(enum.Enum):
     RUNNING = "running"
     ENDING = "ending"  # SIGTERM is out, SIGKILL is due
     OVER = "over"  # no worker is left
-
-
-def run(task: TaskEnvironment, settings: AgentSettings) -> int:
-    """Do all of it; returns the exit code of the first worker that failed, anywhere in the step.
-
-    In a forked worker it returns that worker's own exit code instead (or raises its SystemExit).
-
-    Raises:
-        RendezvousError, EnvironmentMismatch, NeverStarted: nothing was started.
-    """
-    agent = Agent(task, settings)
-    try:
-        start = agent.assemble()
-    except HpcError as error:
-        agent.refuse(error)
-        raise
-    if start is not None:
-        del agent
-        return start.become()
-    try:
-        return agent.watch()
-    finally:
-        leftovers.end_descendants()  # whatever has come in between: the screen can be gone before this process
-        agent.tidy.end()
 
 
 class Agent:
@@ -103,6 +76,7 @@ class Agent:
         self._told_over: dict[str, Any] | None = None
         self._signalled: signal.Signals | None = None
         self._settled = False
+        self._missing = False  # another agent has gone, or was not heard
         self._unheard = Warnings(at_once=self.starter.target.is_training)
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
         self.inquest = Inquest(task, self.host_name, self.note)
@@ -285,6 +259,7 @@ class Agent:
                     os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
             self._set_deadline(1.0)
         elif self._told_over is None:  # OVER, and the other agents' last word has not come
+            self._missing = True
             first = first_failure(self.failures)
             self._told_over = {"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT}
 
@@ -439,6 +414,7 @@ class Agent:
             self._lost(place[1], place[0], silent=bool(message.get("silent")))
 
     def _lost(self, rank: int, host: str, *, silent: bool) -> None:
+        self._missing = True
         self._add(self.inquest.lost(rank, host, silent=silent))
 
     def _all_ended(self) -> None:
@@ -488,13 +464,31 @@ class Agent:
         self.tidy.end()
         return code
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every task's agent is still there and has told how its part of the start ended."""
+        return not self._missing
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether this step is fit for another start.
+
+        Not when it is to end. After an out-of-memory kill Slurm reports the whole step as out of memory whatever comes later.
+        """
+        return self.is_complete and self._signalled is None and not any(failure.oom for failure in self.failures)
+
+    def let_go(self) -> None:
+        """After the end: close what the start had open, and leave its signals to whoever listens next."""
+        assert self._signals is not None
+        self._signals.close()
+        for worker in self.workers:
+            worker.stacks.close()
+            worker.pulse.close()
+            if worker.open_log is not None:
+                worker.open_log.close()
+
     def _write_outcome(self, code: int, first: Failure | None) -> None:
         if self.folder is None and first is not None:
             self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
         if self.folder is not None:
             self.inquest.write_outcome(self.folder, code, first, self.failures, last_step=self._steps_seen())
-
-
-def follow_launcher(parent: int) -> None:
-    """For an agent that the controller started itself: SIGHUP when the controller dies, however it dies."""
-    die_with_parent(parent, signal.SIGHUP)

@@ -20,10 +20,9 @@ from hpc.node.meeting import Connection, Host, find_host
 from hpc.node.signals import FORWARDED
 from hpc.node.worker import die_with_parent
 from hpc.ranks import RankInfo, Rendezvous, ranges
-from hpc.rundir import ATTEMPT_VARIABLE
+from hpc.rundir import ATTEMPT_VARIABLE, SECRET_VARIABLE
 from hpc.slurm.nodelist import parse_tasks_per_node
 
-SECRET_VARIABLE = "HPC_SECRET"
 SETTLE_S = 0.5  # a signal to a whole step does not reach every task in the same moment
 
 

@@ -32,8 +32,8 @@ from hpc.lines import pieces
 from hpc.node import gpuhealth
 from hpc.node.meeting import proof
 from hpc.node.rendezvous import resolve
+from hpc.rundir import SECRET_VARIABLE
 
-SECRET_VARIABLE = "HPC_SECRET"
 RESOLVE_S = 5.0
 CONNECT_S = 5.0
 SEEN_S = 5.0

@@ -46,6 +46,11 @@ class Pulse:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def close(self) -> None:
+        """When the worker has ended and nobody asks for its heartbeat any more."""
+        self.close_descriptor()
+        self._memory.close()
+
     def fault(self, pid: int, since_s: float, watched_s: float, hang_timeout_s: float) -> str | None:
         """What is wrong with the worker, in words; None when nothing is.
 

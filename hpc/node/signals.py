@@ -52,10 +52,10 @@ class Startup:
             self._on_end(self._ended_by)
 
 
-def listen() -> Startup:
-    """Take note of signals from now on; a second call changes nothing."""
+def listen(*, anew: bool = False) -> Startup:
+    """Take note of signals from now on; a second call changes nothing, unless it is to begin `anew`."""
     global _startup
-    if _startup is None:
+    if _startup is None or anew:
         _startup = Startup()
     return _startup
 

@@ -12,7 +12,7 @@ from signal import Signals
 from hpc import beats, exitcodes
 from hpc.errors import printable
 from hpc.node import preload, signals
-from hpc.node.assembly import SECRET_VARIABLE, Assembly
+from hpc.node.assembly import Assembly
 from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
 from hpc.node.environment import TaskEnvironment
 from hpc.node.pulse import Pulse
@@ -23,6 +23,7 @@ from hpc.node.streams import RankLog, WorkerStream, open_log
 from hpc.node.tidy import Tidy
 from hpc.node.worker import ERROR_FILE_VARIABLE, Start
 from hpc.ranks import RankInfo
+from hpc.rundir import SECRET_VARIABLE
 
 
 @dataclass

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc.node import gpus, processes
+from hpc.node.belonging import start_number
 from hpc.node.environment import TaskEnvironment
 from hpc.node.gpus import Gpu
 from hpc.node.processes import Mark
 from hpc.node.residue import Folder
 from hpc.node.sentinel import Sentinel, remove_residue
 from hpc.node.sweep import Sweeper
-from hpc.rundir import RESTART_VARIABLE
 
 ANSWER_S = 5.0
 """How long Slurm may take to say which jobs live; without its answer nothing of other jobs is ended."""
@@ -63,12 +63,11 @@ class Tidy:
         own = processes.mark_of(os.environ)
         prefix = f"hpc-{os.getuid()}-{os.getpid()}-"
         if own is not None:
-            start = os.environ.get(RESTART_VARIABLE, "")
             prefix = Folder(
                 cluster=own.cluster,
                 job_id=own.job_id,
                 restarts=own.restarts,
-                start=int(start) if own.start and start.isdecimal() else 0,
+                start=start_number(own) if own.start else 0,
             ).prefix
         try:
             return Path(tempfile.mkdtemp(prefix=prefix))

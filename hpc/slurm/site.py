@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc.errors import SlurmCommandError
+from hpc.errors import SlurmCommandError, SlurmUnreachable
 from hpc.slurm import commands
 from hpc.slurm.commands import Partition
 
@@ -48,27 +50,75 @@ def ask() -> SiteConfig:
     """Ask this cluster.
 
     Raises:
-        SlurmCommandError: scontrol or sinfo is missing, failed or gave no answer.
+        SlurmUnreachable: no Slurm can be asked from here: no programs, no slurm.conf, nobody answers.
+        SlurmCommandError: the answer is no configuration.
     """
-    texts = []
-    for words in (["show", "config"], ["show", "partition"]):
-        answer = commands.ask("scontrol", words)
-        if answer.returncode != 0:
-            raise SlurmCommandError(f"scontrol {' '.join(words)}: {answer.complaint}")
-        texts.append(answer.stdout)
-    settings = parse_config(texts[0])
+    _check_slurm_conf(os.environ)
+    settings = parse_config(_answer("scontrol", ["show", "config"]))
+    partitions = parse_partitions(_answer("scontrol", ["show", "partition"]))
     if "SLURM_VERSION" not in settings:
         raise SlurmCommandError("scontrol show config printed no configuration; look at it yourself")
     try:
         srun_help = commands.ask("srun", ["--help"]).stdout
     except SlurmCommandError:
         srun_help = ""
-    return SiteConfig(
-        settings=settings,
-        partitions=tuple(parse_partitions(texts[1])),
-        kinds=tuple(commands.partitions()),
-        srun_help=srun_help,
-    )
+    try:
+        kinds = tuple(commands.partitions())
+    except SlurmCommandError as error:
+        raise SlurmUnreachable(obstacle("sinfo", str(error), os.environ)) from None
+    return SiteConfig(settings=settings, partitions=tuple(partitions), kinds=kinds, srun_help=srun_help)
+
+
+def _answer(program: str, words: Sequence[str]) -> str:
+    try:
+        answer = commands.ask(program, words)
+    except SlurmCommandError as error:
+        raise SlurmUnreachable(obstacle(program, str(error), os.environ)) from None
+    if answer.returncode != 0:
+        raise SlurmUnreachable(obstacle(program, answer.complaint, os.environ))
+    return answer.stdout
+
+
+def _check_slurm_conf(environ: Mapping[str, str]) -> None:
+    """Slurm's programs wait up to a minute for the file that SLURM_CONF names (seen with 22.05.8)."""
+    named = environ.get("SLURM_CONF", "")
+    try:
+        if named:
+            with open(named, "rb"):
+                pass
+    except OSError as error:
+        raise SlurmUnreachable(
+            f"SLURM_CONF={named}: {error.strerror}; the cluster's slurm.conf was needed: unset SLURM_CONF, or have it "
+            f"name that file, as on the cluster's login nodes"
+        ) from None
+
+
+def obstacle(program: str, complaint: str, environ: Mapping[str, str]) -> str:
+    """Why Slurm cannot be asked, by what its program (or the lack of it) says: found, needed, next move. Pure."""
+    words = complaint if len(complaint) <= 300 else complaint[:297] + "..."
+    if re.search(r"not on PATH|cannot be run", complaint):
+        folders = len([one for one in environ.get("PATH", "").split(os.pathsep) if one])
+        found = f"{program} is in none of the {folders} folders of PATH" if "not on" in complaint else complaint
+        return (
+            f"{found}; Slurm's client programs were needed: run this on the cluster's login node, or load its module "
+            f"(module load slurm); without a cluster there is python -m hpc.submit --local"
+        )
+    if re.search(r"configuration source|fetch_config|slurm\.conf|DNS SRV|s_p_parse_file", complaint, re.IGNORECASE):
+        return (
+            f"{program} finds no slurm.conf ({words}); a machine of the cluster was needed: run this on its login node, "
+            f"or have SLURM_CONF name the cluster's file"
+        )
+    if re.search(r"munge|authentication|credential", complaint, re.IGNORECASE):
+        return (
+            f"{program} cannot prove who you are ({words}); a munge daemon with the cluster's key was needed on this "
+            f"machine: look with `munge -n | unmunge`, and tell the administrators"
+        )
+    if re.search(r"contact|connect|timed out|no answer|zero bytes", complaint, re.IGNORECASE):
+        return (
+            f"Slurm's controller gives no answer ({program}: {words}); a slurmctld that can be reached was needed: "
+            f"`scontrol ping` tells whether it is down; try again later, or from another login node"
+        )
+    return f"{program} failed: {words}; the cluster's answer was needed: try `{program}` yourself, as your jobs would"
 
 
 def cluster_name() -> str:

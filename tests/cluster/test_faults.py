@@ -28,8 +28,11 @@ def quiet(cluster: Rig) -> Quiet:
 def test_kill_9_starts_again_inside_the_allocation(run: Drill, quiet: Quiet, who: str) -> None:
     run.submit(*SMALL)
     start = run.reaches(16, saved=14)
-    kill(run.process("-m hpc.node", node=1).pid if who == "agent" else start.pids[int(who.split()[1])])
-    run.until(lambda: run.events("decided"))
+    step = [run.process("-m hpc.node", node=node).pid for node in (0, 1)]  # srun, and the agent of the other node
+    kill(step[1] if who == "agent" else start.pids[int(who.split()[1])])
+    run.until(lambda: len(run.starts()) == 2)
+    if who != "agent":  # the step goes on: its agents have only forked anew
+        assert [run.process("-m hpc.node", node=node).pid for node in (0, 1)] == step
     run.hurry()
     run.check(quiet(), lost=[EVERY], cause="killed|lost")
     assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"

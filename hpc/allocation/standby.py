@@ -1,0 +1,64 @@
+"""The controller's side of a step that stays: its agents wait, torch imported, for the word to start their workers again.
+
+Rank zero's agent tells how a start has ended, through a socket in Linux's abstract namespace: nothing of it lies in a file
+system, and only this user is heard. The word goes to all agents at once by srun's standard input.
+Source: unix(7), "Abstract sockets" and SO_PEERCRED; srun(1), --input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+
+from hpc.allocation.allocation import Allocation
+from hpc.errors import NodelistError
+from hpc.slurm.nodelist import first_host
+
+READ_S = 1.0
+_LIMIT = 4096
+
+
+def is_with_rank_zero(allocation: Allocation, node: str | None) -> bool:
+    """Whether this process (on `node`, None outside of Slurm's nodes) is where rank zero's agent will be."""
+    if not allocation.job_id:
+        return True
+    try:
+        return node is not None and first_host(allocation.node_list) == node
+    except NodelistError:
+        return False
+
+
+class Listener:
+    """Hears from rank zero's agent that a start of the step has ended, while the step itself goes on."""
+
+    def __init__(self) -> None:
+        self.name = f"hpc-{secrets.token_hex(16)}"
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.setblocking(False)
+        self._server.bind(f"\0{self.name}")
+        self._server.listen(4)
+
+    def fileno(self) -> int:
+        return self._server.fileno()
+
+    def hear(self) -> int | None:
+        """The exit code of a start whose agents stand by now; None when nobody, or somebody else, has called."""
+        code = None
+        while True:
+            try:
+                caller, _ = self._server.accept()
+            except OSError:
+                return code
+            with caller, contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                caller.settimeout(READ_S)
+                _, user, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if user == os.getuid():
+                    code = int(json.loads(caller.recv(_LIMIT))["code"])
+                    caller.sendall(b"\n")
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,61 @@
+"""The agent's side of a step that stays: torch is imported here, so that the next start of the workers is only a fork.
+
+The controller gives its word by srun's standard input, and ends the waiting by closing it: hpc/allocation/standby.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+from hpc.rundir import STANDBY_VARIABLE
+
+ANSWER_S = 5.0
+
+
+class Standby:
+    """This agent's ear for the controller; workers get an empty standard input."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rest = b""
+        self._descriptor = os.dup(0)  # not inherited by another program
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+
+    @classmethod
+    def wanted(cls) -> Standby | None:
+        """Where the controller has asked for it; the variable is taken out of the environment."""
+        name = os.environ.pop(STANDBY_VARIABLE, "")
+        return cls(name) if name else None
+
+    def report(self, code: int) -> bool:
+        """Rank zero's agent: tell the controller how the start has ended; False when it is not on this machine."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(ANSWER_S)
+                sock.connect(f"\0{self._name}")
+                sock.sendall(json.dumps({"code": code}).encode())
+                return sock.recv(1) == b"\n"
+        except OSError:
+            return False
+
+    def word(self) -> dict[str, str] | None:
+        """Wait for what the next start's environment is to have anew; None when there is to be none."""
+        while b"\n" not in self._rest:
+            data = os.read(self._descriptor, 65536)
+            if not data:
+                return None
+            self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        try:
+            again = json.loads(line)["again"]
+            return {str(name): str(value) for name, value in again.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def close(self) -> None:
+        """In a forked worker."""
+        os.close(self._descriptor)
