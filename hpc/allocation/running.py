@@ -50,7 +50,7 @@ class RunningStep:
         self._listener = listener
         self.stands_by: int | None = None
         """The exit code of the start whose agents wait for the word to begin another one."""
-        self._end_wanted = self._end_sent = False
+        self._end_wanted = self._end_sent = self._dismissed = False
         self._force_at = math.inf
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -79,7 +79,7 @@ class RunningStep:
         """Wait at most so long; True when the step has ended, or its agents stand by."""
         deadline = time.monotonic() + seconds
         while self._child.poll() is None:
-            if self._listener is not None and (told := self._listener.hear()) is not None:
+            if self._listener is not None and (told := self._listener.hear()) is not None and not self._dismissed:
                 self.stands_by = told
                 return True
             if self._end_wanted and not self._end_sent:
@@ -109,12 +109,12 @@ class RunningStep:
             return False
         self.stands_by = None
         self._end_wanted = self._end_sent = False
+        self._force_at = math.inf
         return self._child.poll() is None
 
     def dismiss(self) -> None:
         """Let agents that stand by go; returns when the step has ended."""
-        self.stands_by = None
-        self._listener = None
+        self.stands_by, self._dismissed = None, True
         if self._child.stdin is not None:
             with contextlib.suppress(OSError):
                 self._child.stdin.close()
@@ -128,6 +128,8 @@ class RunningStep:
 
     def close(self) -> None:
         self._selector.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._child.stdin is not None:
             with contextlib.suppress(OSError):
                 self._child.stdin.close()
