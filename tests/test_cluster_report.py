@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -172,13 +173,42 @@ def test_the_door_shows_the_cluster_and_writes_a_site_file_once(tmp_path: Path) 
     assert again.returncode == 2 and "File exists" in again.stderr and (tmp_path / "site.yaml").read_text() == before
 
 
-def test_no_slurm_is_one_line(tmp_path: Path) -> None:
-    for environ in (
-        {"PATH": "/nonexistent"},
-        {"FAKE_SINFO_EXIT": "1", "FAKE_SINFO_STDERR": "slurm_load_partitions: down"},
-    ):
-        if "PATH" not in environ:
-            doctor(tmp_path)  # makes the answers
-            (tmp_path / "answers" / "sinfo.exit").write_text("1\n")
-        done = doctor(tmp_path, **environ)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"PATH": "/nonexistent"}, ("scontrol is in none of the 1 folders of PATH", "module load slurm")),
+        (
+            {"SLURM_CONF": "/nonexistent/slurm.conf"},
+            ("SLURM_CONF=/nonexistent/slurm.conf: No such", "unset SLURM_CONF"),
+        ),
+        (
+            {
+                "FAKE_SCONTROL_SHOW_STDERR": "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)"
+            },
+            ("controller gives no answer", "connect failure", "scontrol ping"),
+        ),
+    ],
+)
+def test_a_slurm_that_cannot_be_asked_is_one_line_with_the_next_move(
+    tmp_path: Path, environ: dict[str, str], words: Sequence[str]
+) -> None:
+    done = doctor(tmp_path, **{"FAKE_SLURM_ANSWERS": "", "FAKE_SCONTROL_SHOW_EXIT": "1", **environ})
+    assert done.returncode == 78 and done.stdout == "", done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hpc.doctor: error: ") and all(word in line for word in words) and "needed" in line, line
+
+
+@pytest.mark.parametrize(
+    ("complaint", "words"),
+    [
+        ("scontrol: fatal: Could not establish a configuration source", ("finds no slurm.conf", "login node")),
+        ("slurm_load_partitions: Zero Bytes were transmitted or received", ("gives no answer", "scontrol ping")),
+        ("scontrol gave no answer within 30 s", ("gives no answer", "scontrol ping")),
+        ("scontrol: error: Munge encode failed: Failed to access", ("cannot prove who you are", "munge -n")),
+        ("scontrol cannot be run: Permission denied", ("Permission denied", "login node")),
+        ("scontrol: something new", ("failed: scontrol: something new", "yourself")),
+    ],
+)
+def test_what_a_slurm_that_cannot_be_asked_lacks(complaint: str, words: Sequence[str]) -> None:
+    told = site.obstacle("scontrol", complaint, {"PATH": "/bin"})
+    assert all(word in told for word in words) and "needed" in told, told
