@@ -8,10 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from submit_shell import ROOT
+
+from hpc.allocation.standby import Listener
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="other users need root")
 ME, OTHER = 54321, 12345
@@ -110,3 +113,18 @@ def test_s7_nothing_in_another_users_folder_is_started_continued_or_written_to(p
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert f"user id {OTHER}" in done.stderr
     assert facts(theirs) == before and not list(place.rglob("CANARY"))
+
+
+def test_s7_only_this_user_tells_the_controller_that_agents_stand_by(place: Path) -> None:
+    listener = Listener()
+    call = f"from hpc.node.standby import Standby; print(Standby({listener.name!r}).report(137))"
+    heard: dict[int, int | None] = {}
+    for user in (OTHER, 0):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(as_user, user, place, "-c", call)
+            while not asked.done():
+                heard[user] = heard.get(user) or listener.hear()
+                time.sleep(0.02)
+        assert asked.result().stdout == f"{user == 0}\n", asked.result().stderr
+    assert heard == {OTHER: None, 0: 137}
+    listener.close()
