@@ -161,7 +161,7 @@ def _git_listing(root: Path) -> _Listing | None:
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     base = ["git", "-c", "core.fsmonitor=false", "-C", str(root)]
     commands = (
-        [*base, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"],
+        [*base, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         [*base, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--ignore-submodules=all"],
     )
     running: list[subprocess.Popen[bytes]] = []
@@ -194,7 +194,7 @@ def _git_listing(root: Path) -> _Listing | None:
             commit = None if commit == "(initial)" else commit
         elif entry and not entry.startswith(b"#"):
             dirty = True
-    names = sorted({os.fsdecode(name) for name in outputs[0].split(b"\0") if name})
+    names = sorted({os.fsdecode(name) for name in outputs[0].split(b"\0") if name})  # of a conflict git tells three
     return _Listing(names=names, commit=commit, dirty=dirty)
 
 

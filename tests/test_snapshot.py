@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -60,6 +61,20 @@ def test_clean_tree_and_tree_without_a_commit(tree: Path, tmp_path: Path) -> Non
     (fresh / "x.py").write_text("")
     manifest = snapshot.take(fresh, tmp_path / "code2")
     assert manifest.commit is None and manifest.dirty and set(manifest.files) == {"x.py"}
+
+
+def test_an_old_git_is_enough(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Login nodes have old ones: what came after 2.16 (2018), --deduplicate of ls-files among it, they do not know."""
+    old, real = tmp_path / "bin" / "git", shutil.which("git")
+    old.parent.mkdir()
+    old.write_text(
+        f'#!/bin/sh\nfor word; do case $word in --deduplicate|--format=*) echo "unknown option" >&2; exit 129;; esac; done\n'
+        f'exec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}{os.pathsep}{os.environ['PATH']}")
+    manifest = snapshot.take(tree / "sub", tmp_path / "code")
+    assert set(manifest.files) == {".gitignore", "a.py", "sub/b.py", "new file.py"} and manifest.commit
 
 
 def test_outside_git_only_source_files_are_taken(tmp_path: Path) -> None:
