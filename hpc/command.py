@@ -12,15 +12,18 @@ from pathlib import Path
 from hpc.errors import UsageError
 
 LAUNCHERS = {
-    "torchrun": "torchrun",
     "accelerate": "accelerate launch",
-    "deepspeed": "deepspeed",
-    "srun": "srun",
-    "mpirun": "mpirun",
-    "mpiexec": "mpiexec",
-    "composer": "composer",
-}
-LAUNCHER_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
+    **{
+        name: name
+        for name in (
+            "torchrun", "accelerate-launch", "deepspeed", "composer", "colossalai", "horovodrun", "msrun",
+            "srun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "aprun", "ibrun", "jsrun",
+        )
+    },
+}  # fmt: skip
+LAUNCHER_MODULES = frozenset(
+    ["torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +86,8 @@ def check(command: Sequence[str]) -> None:
     """
     words = list(command)
     launcher = LAUNCHERS.get(os.path.basename(words[0]))
-    module = (
-        words[words.index("-m") + 1] if "-m" in words[:-1] and os.path.basename(words[0]).startswith("python") else ""
-    )
+    in_python = words[0] == "-m" or os.path.basename(words[0]).startswith("python")
+    module = words[words.index("-m") + 1] if in_python and "-m" in words[:-1] else ""
     if launcher is None and module in LAUNCHER_MODULES:
         launcher = module
     if launcher is not None:

@@ -45,6 +45,11 @@ def test_what_is_run(command: list[str], kind: str, name: str, arguments: tuple[
         ["python", "-m", "torch.distributed.run", "train.py"],
         ["accelerate", "launch", "train.py"],
         ["srun", "python", "train.py"],
+        ["-m", "torch.distributed.run", "train.py"],
+        ["-m", "accelerate.commands.launch", "train.py"],
+        ["accelerate-launch", "train.py"],
+        ["/usr/bin/mpiexec.hydra", "-n", "4", "python", "train.py"],
+        ["ibrun", "python", "train.py"],
     ],
 )
 def test_l04_launchers_are_refused_wherever_they_are_typed(command: list[str]) -> None:
