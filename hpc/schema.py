@@ -76,7 +76,8 @@ class LaunchConfig:
     """Accept a loopback master for several nodes; only for several simulated nodes on one machine."""
     grace_s: float = 30.0
     """Seconds that workers have between a forwarded SIGTERM and SIGKILL. A step that still runs gets that SIGTERM so long, and
-    8 s more, before the time limit, so that the job can be requeued in time."""
+    8 s more, before the time limit, so that the job can be requeued in time. When Slurm itself ends the job (scancel), they have
+    its KillWait less 8 s, if that is shorter, so that the node is clean when Slurm kills the rest."""
     max_restarts: int = 3
     """How often workers that were killed, lost or never started are started again inside one allocation; a step that is kept
     gives the whole number back, and such a restart comes without a pause."""

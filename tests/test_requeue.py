@@ -137,6 +137,21 @@ def test_q08_a_command_that_ignores_the_warning_is_ended_and_requeued_before_the
 
 
 @pytest.mark.slow
+def test_r1_what_is_deaf_is_ended_before_slurm_kills_all(tmp_path: Path) -> None:
+    """After a scancel there is KillWait, whatever launch.grace_s says: agents and controller are through before."""
+    show = RUNNING.replace("JobState=RUNNING", "JobState=CANCELLED") + "KillWait                = 6 sec\n"
+    deaf = "trap '' TERM; echo re''ady; while true; do sleep 1; done"
+    environ = {"FAKE_SCONTROL_SHOW_STDOUT": show, "SLURMD_NODENAME": "n1"}
+    job = Controller(tmp_path, "launch.grace_s=90", "--", "sh", "-c", deaf, **environ)
+    job.wait_for("ready")
+    agents = [p for p in psutil.Process(job.process.pid).children(recursive=True) if "hpc.node" in p.cmdline()]
+    job.process.send_signal(signal.SIGTERM)
+    agents[-1].send_signal(signal.SIGTERM)
+    assert job.ends(60) == 137, job.text
+    assert not job.requeues() and job.record()[-1]["event"] == "verdict"
+
+
+@pytest.mark.slow
 def test_a_job_that_slurm_ends_for_its_time_limit_is_taken_back(tmp_path: Path) -> None:
     show = RUNNING.replace("RUNNING Reason=None", "COMPLETING Reason=TimeLimit")
     job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=show)

@@ -45,7 +45,7 @@ from hpc.rundir import (
     RUN_DIR_VARIABLE,
     RunDirectory,
 )
-from hpc.slurm import commands
+from hpc.slurm import commands, killwait
 from hpc.slurm.nodelist import expand_nodelist
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -212,10 +212,13 @@ class Controller:
         """
         if self._noted_end:
             return
+        heard = time.monotonic()
         facts = self._facts()
         if facts.state is None or not (facts.state.is_completing or facts.state.is_finished or facts.state.is_pending):
             return
         self._noted_end = True
+        if self._running is not None:
+            self._running.over_within(killwait.for_workers(killwait.ask()) - (time.monotonic() - heard))
         requeued = facts.restarts is not None and facts.restarts > self.allocation.restarts
         lost = self._down_nodes() if requeued and self.allocation.nodes > 1 else ()
         badnodes.write_down(self.allocation, dict.fromkeys(lost, "lost"), say=complain)

@@ -50,7 +50,7 @@ class RunningStep:
         self._listener = listener
         self.stands_by: int | None = None
         """The exit code of the start whose agents wait for the word to begin another one."""
-        self._end_wanted = self._end_sent = self._dismissed = False
+        self._end_wanted = self._end_sent = self._dismissed = self._slurm_ends = False
         self._force_at = math.inf
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -99,13 +99,28 @@ class RunningStep:
                 continue
         return True
 
-    def again(self, told: Mapping[str, str]) -> bool:
-        """Tell the agents that stand by to start their workers again, with this in their environment; False: they have gone."""
-        assert self._child.stdin is not None
+    def over_within(self, seconds: float) -> None:
+        """Slurm ends the job, and has told the tasks itself: tell the agents when their workers have to be gone.
+
+        Where the child's standard input is no pipe, the grace time that they know holds.
+        """
+        self._slurm_ends = True
+        self._tell({"over_in_s": seconds})
+
+    def _tell(self, word: Mapping[str, object]) -> bool:
+        """A line for all agents; False: they have gone."""
+        if self._child.stdin is None:
+            return False
         try:
-            self._child.stdin.write(json.dumps({"again": dict(told)}).encode() + b"\n")
+            self._child.stdin.write(json.dumps(word).encode() + b"\n")
             self._child.stdin.flush()
         except OSError:
+            return False
+        return True
+
+    def again(self, told: Mapping[str, str]) -> bool:
+        """Tell the agents that stand by to start their workers again, with this in their environment; False: they have gone."""
+        if not self._tell({"again": dict(told)}):
             return False
         self.stands_by = None
         self._end_wanted = self._end_sent = False
@@ -140,6 +155,8 @@ class RunningStep:
     def _tell_tasks(self) -> None:
         assert self._batch_job is not None
         self._on_end()
+        if self._slurm_ends:
+            return
         try:
             commands.cancel(self._batch_job, signal_name="TERM", timeout_s=ANSWER_LIMIT_S)
             self._force_at = time.monotonic() + self._grace_s + AFTER_GRACE_S

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpc.quantities import slurm_minutes
 from hpc.schema import LaunchConfig, SlurmConfig
-from hpc.slurm import site
+from hpc.slurm import killwait, site
 from hpc.slurm.commands import Partition
 from hpc.slurm.site import SiteConfig
 
@@ -209,7 +209,8 @@ def _ending(cluster: Cluster) -> Iterator[Bite]:
     if kill_wait is not None and kill_wait < grace:
         yield Bite(
             setting=f"KillWait={kill_wait} s",
-            meaning=f"so long after its SIGTERM Slurm kills everything, sooner than the {grace:g} s of launch.grace_s",
+            meaning=f"so long after its SIGTERM Slurm kills everything, and a save has {killwait.for_workers(kill_wait):g} s of it, "
+            f"not the {grace:g} s of launch.grace_s",
             advice="only after a scancel, or a preemption without grace time: what must not be lost is saved before (train.save_every_s)",
         )
     tracking = cluster.config.settings.get("ProctrackType", "")

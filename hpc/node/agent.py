@@ -17,6 +17,7 @@ from hpc import exitcodes
 from hpc.errors import HpcError, printable
 from hpc.node import clock, leftovers, signals, stacks
 from hpc.node.assembly import Assembly, Go, OthersEnded
+from hpc.node.deadline import Deadline
 from hpc.node.environment import TaskEnvironment
 from hpc.node.inquest import Inquest
 from hpc.node.journal import Journal, number_in
@@ -27,6 +28,7 @@ from hpc.node.preflight import GpuCheck
 from hpc.node.pulse import LOOK_S, Watch
 from hpc.node.settings import AgentSettings
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
+from hpc.node.standby import Standby
 from hpc.node.starting import Starter, Worker
 from hpc.node.streams import WorkerStream
 from hpc.node.tidy import Tidy
@@ -50,8 +52,8 @@ class State(enum.Enum):
 class Agent:
     """One task's workers and its connection to the other agents."""
 
-    def __init__(self, task: TaskEnvironment, settings: AgentSettings) -> None:
-        self.task, self.settings = task, settings
+    def __init__(self, task: TaskEnvironment, settings: AgentSettings, standby: Standby | None = None) -> None:
+        self.task, self.settings, self._controller = task, settings, standby
         self.host_name = printable(socket.gethostname())
         self.state = State.RUNNING
         self.workers: list[Worker] = []
@@ -71,7 +73,7 @@ class Agent:
         )
         self.go: Go | None = None
         self._signals: SignalPipe | None = None
-        self._deadline: float | None = None  # of the next step towards the end
+        self._deadline = Deadline()  # of the next step towards the end
         self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
         self._told_over: dict[str, Any] | None = None
         self._signalled: signal.Signals | None = None
@@ -171,7 +173,9 @@ class Agent:
                         selector.register(stream.reader, selectors.EVENT_READ, (worker, stream))
                 for sock in self._sockets():
                     selector.register(sock, selectors.EVENT_READ, self._on_message)
-                wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                if self._controller is not None and self._controller.is_open:
+                    selector.register(self._controller, selectors.EVENT_READ, self._on_word)
+                wait = self._deadline.left_s
                 if self.state is not State.OVER:
                     wait = LOOK_S if wait is None else min(wait, LOOK_S)
                 if self._unheard:
@@ -186,7 +190,7 @@ class Agent:
             if self.state is State.RUNNING and (times := self._watch.look()) is not None:
                 self._look_at_workers(*times)
                 self.paces.exchange(self.workers, self.assembly.guest)
-            if self._deadline is not None and time.monotonic() >= self._deadline:
+            if self._deadline.take():
                 self._on_deadline()
         return self._conclude()
 
@@ -240,14 +244,15 @@ class Agent:
         for worker in self.workers:
             worker.ended_by_us = worker.ended_by_us or worker.code is None
         self._send(number)
-        self._set_deadline(grace_s)
+        self._deadline.set(grace_s)
 
-    def _set_deadline(self, seconds: float) -> None:
-        due = time.monotonic() + seconds
-        self._deadline = due if self._deadline is None else min(self._deadline, due)
+    def _on_word(self, controller: Standby) -> None:
+        """Slurm ends the job: everything is over before its SIGKILL, which would leave files and what has left the step."""
+        left_s = controller.hear()
+        if left_s is not None:
+            self._deadline.never_after(left_s)
 
     def _on_deadline(self) -> None:
-        self._deadline = None
         if self.state is State.RUNNING and self._saved and not self.failures:
             self.note(f"ranks have saved and left, others still run after {self.settings.grace_s:g} s: ending them")
             self._settle()
@@ -257,7 +262,7 @@ class Agent:
             for worker in self.workers:
                 if worker.code is None:
                     os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
-            self._set_deadline(1.0)
+            self._deadline.set(1.0)
         elif self._told_over is None:  # OVER, and the other agents' last word has not come
             self._missing = True
             first = first_failure(self.failures)
@@ -334,15 +339,15 @@ class Agent:
     def _wait_for_saving(self) -> None:
         """A worker has saved and left: the others do so at the same step, and get the grace time for it."""
         self._saved = True
-        if self._deadline is None:
-            self._set_deadline(self.settings.grace_s)
+        if not self._deadline.is_set:
+            self._deadline.set(self.settings.grace_s)
 
     def _add(self, failure: Failure) -> None:
         self.failures.append(failure)
         if not self._settled and self.state is not State.ENDING:
             waiting = any(one.hung for one in self.failures) and not (self.assembly.is_host and self.inquest.complete)
-            self._deadline = None
-            self._set_deadline(stacks.LIMIT_S if waiting else SETTLE_S)
+            self._deadline.clear()
+            self._deadline.set(stacks.LIMIT_S if waiting else SETTLE_S)
 
     def _settle(self) -> None:
         """Some time after a first failure: name it, and end what still runs, here and everywhere."""
@@ -353,7 +358,7 @@ class Agent:
             self.assembly.host.broadcast(stop={"code": first.code if first else exitcodes.WANTS_ANOTHER_ATTEMPT})
         self._end_for_good()
         if self.state is State.OVER:
-            self._set_deadline(REPORT_LIMIT_S)
+            self._deadline.set(REPORT_LIMIT_S)
 
     # ---- with the other agents -------------------------------------------------------------------------------------
 
@@ -394,7 +399,7 @@ class Agent:
             self.inquest.hear(task, message["stacks"])
             self._ask_for_stacks()
             if self.inquest.complete and self.failures and not self._settled:
-                self._set_deadline(0.0)
+                self._deadline.set(0.0)
         elif "paces" in message:
             self.paces.hear(message["paces"])
         elif "clock" in message:
@@ -419,7 +424,7 @@ class Agent:
 
     def _all_ended(self) -> None:
         self.state = State.OVER
-        self._deadline = None
+        self._deadline.clear()
         spare = [self.assembly.store_pid] if self.assembly.store_pid is not None else []
         leftovers.end_descendants(spare)
         worst = max((worker.code or 0 for worker in self.workers), default=0)
@@ -427,9 +432,9 @@ class Agent:
             self.assembly.guest.send(ended={"code": worst, "step": self._steps_seen()})
         self._reports[self.task.task_rank] = {"code": worst}
         if self.failures:
-            self._set_deadline(REPORT_LIMIT_S)
+            self._deadline.set(REPORT_LIMIT_S)
         elif self._saved:
-            self._set_deadline(max(self.settings.grace_s, REPORT_LIMIT_S))
+            self._deadline.set(max(self.settings.grace_s, REPORT_LIMIT_S))
 
     def _finished(self) -> bool:
         if self.state is not State.OVER:

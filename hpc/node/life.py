@@ -26,7 +26,7 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
     standby = Standby.wanted()
     environ, gone_on = dict(os.environ), False
     while True:
-        agent = Agent(task, settings)
+        agent = Agent(task, settings, standby)
         try:
             start = agent.assemble()
         except HpcError as error:

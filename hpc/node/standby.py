@@ -21,6 +21,8 @@ class Standby:
         self._name = name
         self._rest = b""
         self._descriptor = os.dup(0)  # not inherited by another program
+        self.is_open = True
+        """Whether there is somebody at the other end."""
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -41,6 +43,24 @@ class Standby:
                 return sock.recv(1) == b"\n"
         except OSError:
             return False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def hear(self) -> float | None:
+        """While workers run, when something has come: in how many seconds they have to be gone, since Slurm ends the job.
+
+        None when it is something else.
+        """
+        data = os.read(self._descriptor, 65536)
+        self.is_open = bool(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                return float(json.loads(line)["over_in_s"])
+            except (ValueError, TypeError, KeyError):
+                continue
+        return None
 
     def word(self) -> dict[str, str] | None:
         """Wait for what the next start's environment is to have anew; None when there is to be none."""

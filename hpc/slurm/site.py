@@ -31,8 +31,7 @@ class SiteConfig:
 
     def seconds(self, name: str) -> int | None:
         """A setting such as "30 sec" or "0 min" in seconds; None when it is not given in numbers."""
-        match = re.match(r"(\d+) *(sec|min)?\b", self.settings.get(name, ""))
-        return int(match[1]) * (60 if match[2] == "min" else 1) if match else None
+        return seconds(self.settings, name)
 
     def inside(self, name: str, key: str) -> str | None:
         """A value within a setting: of AuthInfo="socket=/run/m,cred_expire=5" cred_expire is "5"; None for none."""
@@ -139,6 +138,12 @@ def parse_config(text: str) -> dict[str, str]:
             value = value.strip()
             settings.setdefault(name.strip(), "" if value.startswith("(null") else value)
     return settings
+
+
+def seconds(settings: Mapping[str, str], name: str) -> int | None:
+    """A setting such as "30 sec" or "0 min" in seconds; None when it is not given in numbers."""
+    match = re.match(r"(\d+) *(sec|min)?\b", settings.get(name, ""))
+    return int(match[1]) * (60 if match[2] == "min" else 1) if match else None
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:

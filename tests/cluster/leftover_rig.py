@@ -60,18 +60,9 @@ class Leaver:
         return [str(self.folder / "leave.py"), self.kind, str(self.folder)]
 
     def submit(self, *words: str) -> None:
-        """With this toolkit: nothing comes back, so that the first end is the last.
-
-        The grace time is below the cluster's KillWait, as on any other cluster: at KillWait Slurm ends the agents, too.
-        """
+        """With this toolkit: nothing comes back, so that the first end is the last."""
         argv = [self.rig.python, "-m", "hpc.submit", "--nodes", "2", "--gpus-per-node", "2", *words]
-        argv += [
-            "slurm.requeue=false",
-            "launch.max_restarts=0",
-            f"launch.grace_s={KILL_WAIT_S - 2}",
-            "--",
-            *self.command,
-        ]
+        argv += ["slurm.requeue=false", "launch.max_restarts=0", "--", *self.command]
         done = self.rig.run(argv, cwd=self.folder, env=self.environ, timeout=READY_S)
         assert done.returncode == 0, done.stdout + done.stderr
         (self.job,) = re.findall(r"^job (\d+) submitted", done.stdout, re.MULTILINE)
