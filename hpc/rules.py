@@ -57,6 +57,8 @@ _NEVER_IN_A_WORD = frozenset("'\"\\`$;<>#%")
 _LONGEST_NAME_BYTES = 200
 _LONGEST_TEXT = 8192
 _LEAVES_THE_SHELL = ("exec", "exit", "return", "logout", "kill")
+_EXEC_LATER = re.compile(r"(?:[;&|({]|\b(?:then|else|do))\s*exec\s+(?![<>&{]|[0-9]*[<>])")
+"""`exec` of a program, not of a redirection, behind another command: the batch script would end there, as a success."""
 
 _OWNED = {
     "job-name": "name",
@@ -224,6 +226,7 @@ def _module(text: str) -> str | None:
 
 def _setup_line(text: str) -> str | None:
     word = re.split(r"[\s;&|]", text.strip(), maxsplit=1)[0]
+    word = "exec" if _EXEC_LATER.search(text) else word
     if word in _LEAVES_THE_SHELL:
         return f"a shell line after which the script goes on; {word} would end it before Python starts"
     if text.strip().upper().startswith("#SBATCH"):

@@ -84,14 +84,18 @@ def test_x07_names_that_are_a_directory(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["exec env -i bash -l", "exec", "exit 0", "exit", "exit;", " return 1", "logout", "#SBATCH --wrap=id"]
+    "line",
+    ["exec env -i bash -l", "exec", "exit 0", "exit", "exit;", " return 1", "logout", "#SBATCH --wrap=id"]
+    + ["module purge && exec env -i bash -l", "true; exec bash", "if true; then exec bash -l; fi", "{ exec zsh; }"],
 )
-def test_setup_lines_that_end_the_script(line: str) -> None:
+def test_s22_setup_lines_that_end_the_script(line: str) -> None:
     assert refusal(flags={"slurm.setup": ["module load x", line]}).startswith("slurm.setup=")
 
 
 @pytest.mark.parametrize(
-    "line", ["module load x", '\texport A="$B"', "executor=1", "source 'my env/bin/activate'", "", "# é"]
+    "line",
+    ["module load x", '\texport A="$B"', "executor=1", "source 'my env/bin/activate'", "", "# é"]
+    + ["true; exec 3>&1", "true && exec >>log 2>&1", "module load x || exit 1"],
 )
 def test_setup_lines(line: str) -> None:
     loaded = load(flags={"slurm.setup": [line]})
