@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Submit, print or run; returns the door's exit code (with --follow the job's)."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
+    sent: Sent | None = None
     try:
         asked = _parser().parse_intermixed_args(words[:cut])
         job, overrides = _split(asked.words)
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HpcError, ModuleNotFoundError) as error:
         return report(DOOR, error)
     except KeyboardInterrupt:
-        _tell("interrupted before anything was submitted")
+        _tell(f"job {sent.job_id} goes on" if sent is not None else "interrupted before anything was submitted")
         return exitcodes.INTERRUPTED
     except BrokenPipeError:  # the reader of --dry-run has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

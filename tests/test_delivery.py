@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from submit_shell import Shell
+from submit_shell import AS_ROOT, Shell
 
 
 @pytest.fixture
@@ -128,3 +132,72 @@ def test_q15_a_run_is_sent_again_once_after_each_attempt(shell: Shell) -> None:
     done = shell.send("--continue", "here", "optim.lr=1")
     assert done.returncode == 2 and "stands alone" in done.stderr
     assert shell.submissions() == 3
+
+
+def test_what_a_sites_own_sbatch_says_besides_is_not_taken_for_the_answer(shell: Shell) -> None:
+    shell.says(
+        "sbatch", "-> checking your job 2 nodes ... ok\n\nSubmitted batch job 4711 on cluster c2\nyour job 3 in line"
+    )
+    done = shell.send()
+    assert done.returncode == 0 and done.stdout.startswith("job 4711 submitted"), done.stdout
+
+
+def test_a_refusal_that_speaks_of_sockets_is_no_lost_answer(shell: Shell) -> None:
+    shell.says("sbatch", "", stderr="sbatch: error: Invalid --sockets-per-node specification", code=1)
+    done = shell.send("slurm.extra.sockets-per-node=x")
+    assert done.returncode == 2 and "nothing was submitted" in done.stderr and not shell.runs(), done.stderr
+
+
+@pytest.mark.slow
+def test_a_refused_submission_leaves_an_earlier_run_directory_as_it_was(shell: Shell) -> None:
+    assert shell.send("run_dir=here", "optim.lr=0.05").returncode == 0
+    run_dir = shell.folder / "here"
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    shell.says("sbatch", "", stderr="sbatch: error: invalid partition specified: lo", code=1)
+    assert shell.send("run_dir=here", "--partition", "lo").returncode == 2
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_q15_no_second_job_while_one_of_the_run_is_there(shell: Shell) -> None:
+    assert shell.send("run_dir=here").returncode == 0
+    shell.says("squeue", "RUNNING")
+    done = shell.send("run_dir=here", "train.epochs=9")
+    assert done.returncode == 2 and "job 101 of this run is RUNNING" in done.stderr and shell.submissions() == 1
+    assert "epochs: 9" not in (shell.folder / "here" / "config.yaml").read_text()
+    shell.says("squeue", "FAILED")
+    assert shell.send("run_dir=here").returncode == 0 and shell.submissions() == 2
+
+
+@pytest.mark.slow
+def test_q15_ctrl_c_twice_leaves_the_directory_of_a_job_that_may_come(shell: Shell) -> None:
+    """The first one while sbatch is silent, the second one while the job is looked for."""
+    environ = {**shell.environ, "FAKE_SBATCH_SLEEP": "0", "FAKE_SQUEUE_SLEEP": "30"}
+    (shell.answers / "sbatch.2.err").write_text(TIMED_OUT)
+    (shell.answers / "sbatch.2.exit").write_text("1")
+    words = [sys.executable, "-m", "hpc.submit", *AS_ROOT, "run_dir=here"]
+    child = subprocess.Popen(words, cwd=shell.folder, env=environ, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not shell.calls("squeue") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 1 and "the answer of sbatch was lost" in stderr and "interrupted" in stderr, stderr
+    assert (shell.folder / "here" / "job.sh").exists()
+
+
+@pytest.mark.slow
+def test_q15_a_continuation_whose_answer_was_lost_says_how_to_go_on(shell: Shell) -> None:
+    assert shell.send("run_dir=here").returncode == 0
+    shell.says("squeue", "COMPLETED")
+    script = shell.folder / "here" / "job-after-0.sh"
+    shell.says("sbatch", "", stderr="sbatch: error: invalid partition specified: lo", code=1)
+    assert shell.send("--continue", "here").returncode == 2 and not script.exists()
+    shell.says("sbatch", "", stderr=TIMED_OUT, code=1)
+    assert shell.send("--continue", "here").returncode == 1 and script.exists()
+    done = shell.send("--continue", "here")
+    assert done.returncode == 2 and "remove that file" in done.stderr and len(done.stderr.splitlines()) == 1
+    script.unlink()
+    shell.says("sbatch", "Submitted batch job 102")
+    assert shell.send("--continue", "here").returncode == 0
+    assert f"see {script}" in shell.send("--continue", "here").stderr

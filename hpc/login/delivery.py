@@ -19,10 +19,11 @@ LOOK_PAUSES_S = (0.0, 2.0, 5.0)
 """Pauses before each look for a job whose answer was lost; a busy controller lists it late."""
 
 _LOST = re.compile(
-    r"timed? ?out|zero bytes|unable to contact|communication|connect|transport|connection|socket|try again later|protocol",
+    r"timed? ?out|zero bytes|unable to contact|communication|connect|transport|connection|try again later|protocol",
     re.IGNORECASE,
 )
-_JOB_ID = re.compile(r"\bjob ([0-9]+)", re.IGNORECASE)
+_JOB_ID = re.compile(r"\bSubmitted batch job ([0-9]+)")
+"""A site's wrapper of sbatch may say more, of other jobs too. Source: sbatch(1), "DESCRIPTION"."""
 
 _REASONS = (
     ("invalid partition", "there is no such partition"),
@@ -135,12 +136,15 @@ def _look_for(script: Path, why: str) -> str:
     """
     trouble = ""
     for pause in LOOK_PAUSES_S:
-        time.sleep(pause)
         try:
+            time.sleep(pause)
             job_id = commands.find_job_by_command(script)
         except SlurmCommandError as error:
             trouble = f" (asking for it: {error})"
             continue
+        except KeyboardInterrupt:
+            trouble = " (asking for it: interrupted)"
+            break
         trouble = ""
         if job_id is not None:
             return job_id

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hpc
 from hpc import snapshot
@@ -40,10 +40,22 @@ class _Made:
     directory: RunDirectory
     topmost: Path | None
     """The highest directory that was made; None when the run directory was there."""
+    before: dict[Path, str] = field(default_factory=dict)
+    """What stood in the files of a run directory that was there, which a submission replaces."""
+    copy: Path | None = None
+    """The copy of the code that was made in it."""
 
     def remove(self) -> None:
         """Take away what was made, as if nothing had been asked."""
-        if self.topmost is not None:
+        if self.topmost is None:
+            if self.copy is not None:
+                shutil.rmtree(self.copy, ignore_errors=True)
+            for file in (self.directory.config_file, self.directory.job_script):
+                if file in self.before:
+                    write_private(file, self.before[file])
+                else:
+                    file.unlink(missing_ok=True)
+        else:
             shutil.rmtree(self.directory.path, ignore_errors=True)
             for path in (self.directory.path, *self.directory.path.parents):
                 if path != self.directory.path:
@@ -87,9 +99,12 @@ def send(loaded: Loaded) -> Sent:
             "--local runs the job here, --dry-run shows what would be sent"
         )
     made = _make_directory(loaded)
+    if made.topmost is None:
+        _refuse_while_one_runs(_jobs_of(list(made.directory.events())))
     try:
-        plan, manifest = _prepare(loaded, made.directory, inherited.environ)
+        plan, manifest = _prepare(loaded, made, inherited.environ)
         left_out = badnodes.left_out(config.slurm)
+        too_long = delivery.time_limit_note(config.slurm.time, config.slurm.partition)
         job_id = delivery.deliver(made.directory.job_script, inherited.environ, left_out.options)
     except SlurmCommandError:
         raise  # the job may be queued, and needs its directory
@@ -105,7 +120,6 @@ def send(loaded: Loaded) -> Sent:
         dirty=manifest.dirty,
         files=len(manifest.files),
     )
-    too_long = delivery.time_limit_note(config.slurm.time, config.slurm.partition)
     notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest)]
     notes += [note for note in (too_long, left_out.note) if note]
     is_array = any(key == "array" for key, _ in plan.directives)
@@ -150,34 +164,34 @@ def send_again(path: Path, *, allow_root: bool = False) -> Continued:
     job_script, index = sent
     check_own(job_script)
     events = list(run_dir.events())
-    told = "submitted" if index is None else "started"  # of an element the record begins in the job itself
-    jobs = [str(event["job_id"]) for event in events if event.get("event") == told and event.get("job_id")]
-    jobs += [str(event["new_job_id"]) for event in events if event.get("event") == "continued"]
+    jobs = _jobs_of(events, told="submitted" if index is None else "started")  # an element's begins in the job itself
     last = max((event["attempt"] for event in events if isinstance(event.get("attempt"), int)), default=0)
     inherited = without_outer_job(os.environ, keep_gpus=False)
     own = inherited.outer_job
     if own not in jobs:
         _refuse_root(allow_root)
-    if jobs and jobs[-1] != own:
-        state = commands.state_of(jobs[-1])
-        if state is not None and (state.is_running or state.is_pending or state.is_completing):
-            raise UsageError(f"job {jobs[-1]} of this run is {state.value}: it goes on there; scancel it first")
+    if own not in jobs[-1:]:
+        _refuse_while_one_runs(jobs)
+    left_out = badnodes.left_out_again(run_dir.config_file)
     script = run_dir.path / f"job-after-{last}.sh"
     try:
         descriptor = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        raise UsageError(f"attempt {last} was continued already, see {printable(str(script))}") from None
-    with open(descriptor, "wb") as stream:
-        stream.write(job_script.read_bytes())
-    left_out = badnodes.left_out_again(run_dir.config_file)
+        raise UsageError(
+            f"attempt {last} was continued already, {_how_it_was_continued(events, last, script)}"
+        ) from None
     options = [
         *left_out.options,
         *([f"--array={index}"] if index is not None else []),
         *([f"--dependency=afterany:{own}"] if own is not None and own in jobs else []),
     ]
     try:
+        with open(descriptor, "wb") as stream:
+            stream.write(job_script.read_bytes())
         job_id = delivery.deliver(script, inherited.environ, options)
-    except SubmissionError:
+    except SlurmCommandError:
+        raise  # the job may be queued
+    except BaseException:
         script.unlink()
         raise
     job_id = job_id if index is None else f"{job_id}_{index}"
@@ -186,12 +200,38 @@ def send_again(path: Path, *, allow_root: bool = False) -> Continued:
     return Continued(job_id=job_id, run_dir=run_dir.path, output=output, note=left_out.note)
 
 
-def _prepare(loaded: Loaded, directory: RunDirectory, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:
+def _jobs_of(events: Sequence[Mapping[str, Any]], told: str = "submitted") -> list[str]:
+    """The jobs of a run, the last one that was sent last."""
+    key_of = {told: "job_id", "continued": "new_job_id"}
+    found = [event.get(key_of[kind]) for event in events if (kind := event.get("event")) in key_of]
+    return [str(job) for job in found if job]
+
+
+def _refuse_while_one_runs(jobs: Sequence[str]) -> None:
+    """Two jobs in one run directory would train on the same checkpoints."""
+    state = commands.state_of(jobs[-1]) if jobs else None
+    if state is not None and (state.is_running or state.is_pending or state.is_completing):
+        raise UsageError(f"job {jobs[-1]} of this run is {state.value}: it goes on there; scancel it first")
+
+
+def _how_it_was_continued(events: Sequence[Mapping[str, Any]], attempt: int, script: Path) -> str:
+    path = printable(str(script))
+    if any(event.get("event") == "continued" and event.get("attempt") == attempt for event in events):
+        return f"see {path}"
+    return (
+        f"but the answer of sbatch is not known: look for {path} in: squeue --me --format='%i %T %o'; if it is not there, "
+        f"remove that file, and the run can be continued"
+    )
+
+
+def _prepare(loaded: Loaded, made: _Made, environ: Mapping[str, str]) -> tuple[Plan, snapshot.Manifest]:
     """Copy the code, write configuration and script, and let the cluster test the request.
 
     The copy is made by a thread: it waits for git and the disk while submitit is imported.
     """
-    destination, workdir = _free_name(directory.code), Path(os.getcwd())
+    directory = made.directory
+    made.copy = destination = _free_name(directory.code)
+    workdir = Path(os.getcwd())
     with ThreadPoolExecutor(1) as pool:
         copying = pool.submit(snapshot.take, workdir, destination)
         from hpc.login import submitter  # late: submitit takes longer to import than all refusals before it
@@ -280,9 +320,21 @@ def _make_directory(loaded: Loaded, *, local: bool = False) -> _Made:
         return _Made(directory, missing[-1] if missing else directory.path)
     path = Path(os.path.abspath(config.run_dir))
     if path.exists():
-        return _Made(RunDirectory.open(path, shared=shared, local=local), None)
+        return _Made(opened := RunDirectory.open(path, shared=shared, local=local), None, _contents(opened))
     directory = RunDirectory.make(path, shared=shared, local=local)
     return _Made(directory, missing[-1] if missing else path)
+
+
+def _contents(directory: RunDirectory) -> dict[Path, str]:
+    """What a submission would replace in a run directory."""
+    found = {}
+    for file in (directory.config_file, directory.job_script):
+        try:
+            if file.is_file():
+                found[file] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{printable(str(file))} cannot be read: {error}; give another run_dir") from None
+    return found
 
 
 def _free_name(path: Path) -> Path:
