@@ -46,7 +46,10 @@ STANDBY_VARIABLE = "HPC_STANDBY"
 """The name of the socket by which rank zero's agent tells the controller that it waits for its word."""
 WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
-RECORD_LIMIT = 64 * 1024
+RECORD_LIMIT = 1 << 20
+"""Bytes of one event: the places of thousands of nodes fit in."""
+TEXT_LIMIT = 16 * 1024
+"""Characters of one text in an event that would be long: an exception may say any amount."""
 _TRIES = 20
 _LINKS = 40
 """As many as the kernel follows: path_resolution(7)."""
@@ -165,16 +168,23 @@ class RunDirectory:
     def append_event(self, event: str, **fields: Any) -> None:
         """Append one event to the record: one whole line, by one write, so that writers never mix.
 
+        In a long event, texts are cut to 16 Ki characters. A line that a crash has torn is ended first, so that it takes
+        no other one with it.
+
         Raises:
-            ValueError: the event is longer than 64 KiB.
+            ValueError: the event is longer than 1 MiB all the same.
         """
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}, ensure_ascii=False) + "\n"
-        data = line.encode("utf-8", "backslashreplace")
+        content = {"time": round(time.time(), 3), "event": event, **fields}
+        data = _line(content)
+        if len(data) > TEXT_LIMIT:
+            data = _line(_cut(content))
         if len(data) > RECORD_LIMIT:
             raise ValueError(f"an event of {len(data)} bytes: the record takes {RECORD_LIMIT}")
-        descriptor = os.open(self.record_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(self.record_file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, data)
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
+            os.write(descriptor, b"\n" + data if torn else data)
         finally:
             os.close(descriptor)
 
@@ -191,6 +201,19 @@ class RunDirectory:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _cut(value: Any) -> Any:
+    """The value with its long texts cut."""
+    if isinstance(value, str) and len(value) > TEXT_LIMIT:
+        return f"{value[:TEXT_LIMIT]}... ({len(value)} characters)"
+    if isinstance(value, dict):
+        return {key: _cut(inner) for key, inner in value.items()}
+    return [_cut(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _whole(text: str) -> int:

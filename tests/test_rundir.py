@@ -197,8 +197,21 @@ def test_lines_of_several_writers_stay_whole_and_a_torn_one_is_left_out(tmp_path
     for cut in range(len(data) - 600, len(data), 7):
         run.record_file.write_bytes(data[:cut])
         assert len(list(run.events())) >= 398
-    with pytest.raises(ValueError, match="65536"):
-        run.append_event("long", text="x" * 70_000)
+        run.append_event("after")
+        assert list(run.events())[-1]["event"] == "after", cut  # the torn line takes no other with it
+
+
+def test_long_events(tmp_path: Path) -> None:
+    """What an exception says may have any length; the places of thousands of nodes stay whole."""
+    run = RunDirectory.create(tmp_path, "a")
+    places = [[f"gpu-a100-queue-dynamic-p4d24xlarge-{number}", 8 * number, 8] for number in range(5000)]
+    run.append_event("started", nodes=places)
+    run.append_event("ended", first={"rank": 2, "message": "é" * 2_000_000}, alike=[{"message": "x" * 2_000_000}])
+    started, ended = run.events()
+    assert started["nodes"] == places
+    assert ended["first"]["rank"] == 2 and ended["first"]["message"].endswith("é... (2000000 characters)")
+    with pytest.raises(ValueError, match="1048576"):
+        run.append_event("long", nodes=list(range(400_000)))
 
 
 def test_a_record_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
