@@ -96,6 +96,14 @@ def one_line(door: str, error: BaseException) -> str:
     return f"{door}: error: {printable(str(error))}"
 
 
+def unreadable(error: OSError) -> UsageError:
+    """For the doors that only read a run: it cannot be read."""
+    hint = (
+        "; a run is its owner's alone, unless the owner opens it (chmod)" if isinstance(error, PermissionError) else ""
+    )
+    return UsageError(f"{error.filename or 'the run'}: {error.strerror or error}{hint}")
+
+
 def report(door: str, error: HpcError | ModuleNotFoundError) -> int:
     """Print the error's one line on stderr and return its exit code; a package that is missing is one of ours, or raised."""
     if isinstance(error, ModuleNotFoundError):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc import exitcodes
-from hpc.errors import HpcError, report
+from hpc.errors import HpcError, report, unreadable
 
 DOOR = "hpc.logs"
 
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(DOOR, error)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return report(DOOR, unreadable(error))
     except KeyboardInterrupt:
         return exitcodes.INTERRUPTED
     return exitcodes.DONE

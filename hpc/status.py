@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.errors import HpcError, printable, report
+from hpc.errors import HpcError, printable, report, unreadable
 
 DOOR = "hpc.status"
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(DOOR, error)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return report(DOOR, unreadable(error))
     return 0
 
 

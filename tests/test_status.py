@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from steps import ROOT
 
+from hpc import logs, status
 from hpc.errors import UsageError
 from hpc.login.shares import shares
 from hpc.login.status import report_lines, running_share, starts_of
@@ -180,3 +183,22 @@ def test_the_door_prints_and_refuses_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 0 and "ranks ran 50 %" in done.stdout
     done = door(str(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("hpc.status: error")
+
+
+@pytest.mark.parametrize("door", [status.main, logs.main])
+def test_a_run_that_one_may_not_read_is_told_in_one_line(
+    tmp_path: Path, door: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a colleague sees it: the directory, or only its record, is its owner's alone."""
+    (tmp_path / "record.jsonl").write_text("{}\n")
+    for path in (tmp_path / "record.jsonl", tmp_path):
+        path.chmod(0)
+        if os.getuid() == 0:
+            os.seteuid(54321)
+        try:
+            code = door([str(tmp_path)])
+        finally:
+            os.seteuid(os.getuid())
+            path.chmod(0o755)
+        said = capsys.readouterr().err
+        assert code == 2 and said.count("\n") == 1 and "Permission denied" in said and "chmod" in said, said
