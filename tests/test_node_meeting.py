@@ -1,6 +1,8 @@
 """The meeting of the agents: who is let in, who is passed by, and what is told when somebody leaves."""
 
 import json
+import os
+import resource
 import selectors
 import socket
 import threading
@@ -200,3 +202,37 @@ def test_a_host_that_comes_late_is_found() -> None:
     guest.close()
     thread.join()
     hosts[0].close()
+
+
+def test_more_agents_than_the_usual_number_of_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server = socket.create_server(("127.0.0.1", 0), backlog=128)
+    few = len(os.listdir("/proc/self/fd")) + 64
+    guests: list[socket.socket] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        host = Host(server, KEY, 200)
+        for _ in range(100):
+            guests.append(socket.create_connection(server.getsockname(), timeout=10))
+        host.accept()
+        assert all(guest.recv(12) == b'{"greeting":' for guest in guests)
+        host.close()
+    finally:
+        for guest in guests:
+            guest.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_many_messages_at_once_are_no_nonsense_and_a_single_one_without_end_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MESSAGE_LIMIT", 4096)
+    left, right = socket.socketpair()
+    sender, receiver = Connection(left), Connection(right)
+    receiver.proven = True
+    for number in range(12):
+        sender.send(failed={"number": number, "traceback": "x" * 2000})
+    messages, gone = receiver.receive()
+    assert [message["failed"]["number"] for message in messages] == list(range(12)) and not gone
+    left.send(b"x" * 5000)
+    assert receiver.receive()[1]
+    sender.close()
+    receiver.close()

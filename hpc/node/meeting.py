@@ -12,10 +12,12 @@ One connection per agent, held for the whole step: a connection that breaks tell
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
@@ -31,6 +33,8 @@ STRANGER_LIMIT = 16 * 1024
 """Bytes that are read of one who has not proven the key."""
 STRANGERS = 256
 """Connections without proof that the host keeps besides one per task; of more, the oldest ones are closed."""
+SPARE_FILES = 512
+"""Open files of an agent besides these connections: of its workers, of what is imported meanwhile."""
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
@@ -94,7 +98,9 @@ class Connection:
                 break
             self._incoming += data
             if len(self._incoming) > (MESSAGE_LIMIT if self.proven else STRANGER_LIMIT):
-                return [], True
+                # of one who has proven the key only a single message can be too long: several may have come at once
+                if not self.proven or len(self._incoming) - self._incoming.rfind(b"\n") > MESSAGE_LIMIT:
+                    return [], True
         *lines, self._incoming = self._incoming.split(b"\n")
         messages: list[dict[str, Any]] = []
         for line in lines:
@@ -139,6 +145,7 @@ class Host:
         self._key = key
         self._strangers: dict[Connection, None] = {}  # in the order in which they came
         server.setblocking(False)
+        allow_open_files(tasks + STRANGERS + SPARE_FILES)
 
     def sockets(self) -> list[socket.socket | Connection]:
         """What a selector has to watch."""
@@ -221,6 +228,19 @@ class Host:
         for connection in (*self._strangers, *self.connections.values()):
             connection.close()
         self.server.close()
+
+
+def allow_open_files(count: int) -> None:
+    """Have this process, and what it starts, open so many files, as far as the hard limit goes.
+
+    The usual soft limit of 1024 is less than the agents of a large step. Source: getrlimit(2), RLIMIT_NOFILE.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def find_host(address: str, ports: Sequence[int], key: bytes, deadline: float) -> Connection:

@@ -12,11 +12,17 @@ import os
 import signal
 import sys
 
+from hpc.node.meeting import allow_open_files
+
+OPEN_FILES = 1 << 20
+"""As many as may be: each rank has two connections or more."""
+
 
 def serve(descriptor: int, host: str, port: int) -> None:
     """Serve the store on a bound socket until this process is ended. Imports torch if nobody has."""
     import torch.distributed as dist
 
+    allow_open_files(OPEN_FILES)
     _ask_no_name_server()
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     while store is not None:
