@@ -124,14 +124,18 @@ def test_x14_at_a_requeue_known_bad_nodes_are_left_out_besides_the_lost_ones() -
     assert with_failed(("n8", "n1"), ledger_of, facts, allocation, usable) == ("n8", "n1", "n5")
     assert with_failed((), ledger_of, facts, allocation, usable) == ("n8", "n5")
     assert with_failed((), [failed("n8"), failed("cpu1")], facts, allocation, usable) == ()
-    named = facts_of({"JobState": "RUNNING", "ReqNodeList": "n[1-2]"})
-    assert with_failed((), ledger_of, named, allocation, usable) == ()
+    for certain in ({"ReqNodeList": "n[1-2]"}, {"Reservation": "course"}):
+        named = facts_of({"JobState": "RUNNING", **certain})
+        assert with_failed((), ledger_of, named, allocation, usable) == ()
 
 
 # ---- at submission ---------------------------------------------------------------------------------------------------
 
 PARTITIONS = "low*|up|1:00:00|4|8|32000|gpu:4|(null)\ncpu|up|1:00:00|4|8|32000|(null)|(null)\n"
-NODES = "n1|idle|gpu:4|a\nn2|mixed|gpu:4|a\nn3|down*|gpu:4|a\nn4|idle|gpu:2|a\nn5|idle|gpu:4|b\n"
+NODES = "".join(
+    f"{node}|8|{1000000 if node[:2] in ('n4', 'n5') else 32000}\n"
+    for node in ("n1|idle|gpu:4|a", "n2|mixed|gpu:4|a", "n3|down*|gpu:4|a", "n4|idle|gpu:2|a", "n5|idle|gpu:4|b")
+)
 
 
 @pytest.fixture
@@ -159,7 +163,9 @@ def test_x14_submission_leaves_out_what_failed_lately_and_says_so(shell: Shell) 
 
 
 @pytest.mark.parametrize(
-    "words", [["slurm.exclude_failed_h=0"], ["slurm.exclude_failed_h=2"], ["--nodelist", "n5"], ["--nodes", "3"]]
+    "words",
+    [["slurm.exclude_failed_h=0"], ["slurm.exclude_failed_h=2"], ["--nodelist", "n5"], ["--nodes", "3"]]
+    + [["slurm.reservation=course"], ["--mem", "64G"], ["slurm.mem_per_gpu=16G"], ["--cpus-per-gpu", "3"]],
 )
 def test_nothing_is_left_out_when_switched_off_expired_or_needed(shell: Shell, words: list[str]) -> None:
     ledger.add([failed("n5", 3)])

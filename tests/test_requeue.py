@@ -221,7 +221,7 @@ def test_a_node_that_was_lost_is_left_out_of_the_next_attempt(tmp_path: Path) ->
     answers = tmp_path / "answers"
     answers.mkdir()
     (answers / "sinfo.1").write_text("n1|allocated\nn2|down*\n")
-    (answers / "sinfo.2").write_text("n1|allocated|gpu:2(S:0)|x\nn2|down*|gpu:2|x\nn3|idle|gpu:2|x\n")
+    (answers / "sinfo.2").write_text("n1|allocated|gpu:2(S:0)|x|8|100\nn2|down*|gpu:2|x|8|100\nn3|idle|gpu:2|x|8|100\n")
     show = RUNNING.replace("Requeue=1", "Requeue=1 Partition=low ExcNodeList=(null) ReqNodeList=(null)")
     environ = {**two, "FAKE_SLURM_ANSWERS": str(answers), "FAKE_SCONTROL_SHOW_STDOUT": show}
     script = ("launch.allow_loopback=true", "--", "sh", "-c", "echo re''ady; sleep 60")
@@ -249,7 +249,7 @@ def test_x14_a_node_that_is_not_fit_is_left_out_and_remembered_and_attempts_are_
     (tmp_path / "nvidia-smi").chmod(0o755)
     answers = tmp_path / "answers"
     answers.mkdir()
-    (answers / "sinfo").write_text(f"{host}|allocated|gpu:1|x\nn8|idle|gpu:1|x\nn9|idle|gpu:1|x\n")
+    (answers / "sinfo").write_text(f"{host}|allocated|gpu:1|x|8|100\nn8|idle|gpu:1|x|8|100\nn9|idle|gpu:1|x|8|100\n")
     environ = {"SLURM_JOB_NODELIST": host, "FAKE_SLURM_ANSWERS": str(answers)}
     environ["PATH"] = f"{tmp_path}:{STUBS}:{os.environ['PATH']}"
     for attempt in range(3):  # Slurm gives it the same node again and again

@@ -22,6 +22,7 @@ from hpc.errors import NodelistError, SlurmCommandError
 from hpc.ledger import Failure
 from hpc.rundir import RunDirectory
 from hpc.slurm import commands
+from hpc.slurm.commands import NodeKind
 from hpc.slurm.nodelist import expand_nodelist
 from hpc.slurm.states import JobState, parse_state
 
@@ -44,7 +45,7 @@ class JobFacts:
     excluded: str = ""
     """Nodes that the job does without, in Slurm's notation."""
     names_nodes: bool = False
-    """It asks for certain nodes."""
+    """It asks for certain nodes, or for those of a reservation, of which there may be no more than it needs."""
     features: str = ""
     is_batch: bool = True
     preempted: bool = False
@@ -84,7 +85,7 @@ def facts_of(fields: Mapping[str, str]) -> JobFacts:
         may_requeue=fields.get("Requeue", "1") != "0" and fields.get("BatchFlag", "1") != "0",
         partition=fields.get("Partition", ""),
         excluded=_given(fields, "ExcNodeList"),
-        names_nodes=bool(_given(fields, "ReqNodeList")),
+        names_nodes=bool(_given(fields, "ReqNodeList") or _given(fields, "Reservation")),
         features=_given(fields, "Features"),
         is_batch=fields.get("BatchFlag", "1") != "0",
         # also set in past tense after a requeue: only a running job is being preempted
@@ -158,11 +159,11 @@ def _without_asking(facts: JobFacts, restarts: int, tried: bool) -> Requeued | N
 
 
 def exclusion(
-    lost: Sequence[str], facts: JobFacts, allocation: Allocation, usable: Mapping[str, tuple[str, str]]
+    lost: Sequence[str], facts: JobFacts, allocation: Allocation, usable: Mapping[str, NodeKind]
 ) -> tuple[str, ...]:
     """The nodes that the next attempt does without: those that the user excluded, and the lost ones; () for no change.
 
-    `usable`: GPUs and features of each node of the partition that may run jobs. Nothing is excluded where too few nodes
+    `usable`: what each node of the partition has that may run jobs. Nothing is excluded where too few nodes
     of the same kind would be left, since such a job waits for ever, or where the user asked for certain nodes. Pure.
     """
     before = expand_nodelist(facts.excluded) if facts.excluded else []
@@ -179,7 +180,7 @@ def with_failed(
     failed: Sequence[Failure],
     facts: JobFacts,
     allocation: Allocation,
-    usable: Mapping[str, tuple[str, str]],
+    usable: Mapping[str, NodeKind],
 ) -> tuple[str, ...]:
     """`chosen` by `exclusion`, and the nodes of the ledger that can be spared besides; () for no change. Pure."""
     if facts.names_nodes:
@@ -191,8 +192,8 @@ def with_failed(
     return (*before, *(failure.node for failure in more)) if more else chosen
 
 
-def _kind(kind: tuple[str, str], facts: JobFacts) -> tuple[str, str]:
-    gpus, features = kind
+def _kind(kind: NodeKind, facts: JobFacts) -> tuple[str, str]:
+    gpus, features, *_ = kind
     return gpus, features if facts.features else ""  # features that the job does not ask for may differ
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from pathlib import Path
 
 from hpc import fields, ledger, yamltext
 from hpc.errors import ConfigError, NodelistError, SlurmCommandError
-from hpc.quantities import gpu_request
+from hpc.quantities import gpu_request, slurm_memory
 from hpc.schema import SlurmConfig
 from hpc.slurm import commands, site
+from hpc.slurm.commands import NodeKind
 from hpc.slurm.nodelist import expand_nodelist
 from hpc.yamltext import Branch
 
@@ -28,8 +30,12 @@ class LeftOut:
 
 
 def left_out(slurm: SlurmConfig) -> LeftOut:
-    """Which nodes this job had better not get. Asks Slurm only when there are failures to tell of; never refuses."""
-    failures = ledger.recent(slurm.exclude_failed_h) if slurm.exclude_failed_h > 0 and slurm.nodelist is None else []
+    """Which nodes this job had better not get. Asks Slurm only when there are failures to tell of; never refuses.
+
+    None for a job that asks for certain nodes, or for those of a reservation: it may have no others to go to.
+    """
+    certain = slurm.nodelist is not None or slurm.reservation is not None or bool(slurm.extra.get("nodefile"))
+    failures = ledger.recent(slurm.exclude_failed_h) if slurm.exclude_failed_h > 0 and not certain else []
     if not failures:
         return LeftOut()
     try:
@@ -58,16 +64,25 @@ def left_out_again(config_file: Path) -> LeftOut:
     return left_out(SlurmConfig(**values))
 
 
-def _fits(kind: tuple[str, str], slurm: SlurmConfig) -> bool:
-    """Whether the job could run on a node with these GPUs and features; where that is not plain to see, it cannot."""
-    gpus, features = kind
-    if slurm.constraint is not None and slurm.constraint not in features.split(","):
+def _fits(node: NodeKind, slurm: SlurmConfig) -> bool:
+    """Whether the job could run on a node of this kind; where that is not plain to see, it cannot."""
+    if slurm.constraint is not None and slurm.constraint not in node.features.split(","):
         return False
-    if slurm.gpus_per_node is None:
-        return True
-    wanted, count = gpu_request(slurm.gpus_per_node)
-    there = _counts(site.gpus(gpus))
-    return (sum(there.values()) if wanted is None else there.get(wanted, 0)) >= count
+    wanted, count = (None, 0) if slurm.gpus_per_node is None else gpu_request(slurm.gpus_per_node)
+    there = _counts(site.gpus(node.gpus))
+    if (sum(there.values()) if wanted is None else there.get(wanted, 0)) < count:
+        return False
+    cores = slurm.cpus_per_task or (slurm.cpus_per_gpu or 0) * max(1, count)
+    memory = max(_mib(slurm.mem), _mib(slurm.mem_per_gpu) * count, _mib(slurm.mem_per_cpu) * max(1, cores))
+    return cores <= node.cores and memory <= node.memory_mib
+
+
+def _mib(amount: str | None) -> int:
+    """An amount of memory in MiB, a started one as a whole; 0 for none, and for all of a node's."""
+    if amount is None:
+        return 0
+    text = slurm_memory(amount)
+    return math.ceil(int(text.rstrip("KMGT")) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(text[-1], 1))
 
 
 def _counts(gpus: str) -> Mapping[str, int]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpc.errors import SlurmCommandError, printable
 from hpc.slurm.states import JobState, parse_state
@@ -74,6 +75,15 @@ class Partition:
     features: str
 
 
+class NodeKind(NamedTuple):
+    """What a node has, in sinfo's words and numbers."""
+
+    gpus: str
+    features: str
+    cores: int = 0
+    memory_mib: int = 0
+
+
 def ask(
     program: str,
     arguments: Sequence[str] = (),
@@ -99,6 +109,7 @@ def ask(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            restore_signals=False,  # SIGPIPE stays ignored: a busy munged or slurmctld that hangs up is asked again
         )
     except FileNotFoundError:
         raise SlurmCommandError(
@@ -399,20 +410,22 @@ def lost_nodes(node_list: str) -> list[str]:
     return list(lost)
 
 
-def usable_nodes(partition: str) -> dict[str, tuple[str, str]]:
-    """GPUs and features of each node of a partition (or of several, "a,b") that may run jobs, by name.
+def usable_nodes(partition: str) -> dict[str, NodeKind]:
+    """What each node of a partition (or of several, "a,b") that may run jobs has, by name.
 
     Raises:
         SlurmCommandError: sinfo failed.
     """
-    answer = ask("sinfo", ["--noheader", "--Node", f"--partition={partition}", "--format=%N|%T|%G|%f"])
+    answer = ask("sinfo", ["--noheader", "--Node", f"--partition={partition}", "--format=%N|%T|%G|%f|%c|%m"])
     if answer.returncode != 0:
         raise SlurmCommandError(f"sinfo: {answer.complaint}")
     nodes = {}
     for line in answer.stdout.splitlines():
         columns = line.strip().split("|")
-        if len(columns) == 4 and columns[1].lower().startswith(_USABLE) and not columns[1].endswith("*"):
-            nodes[columns[0]] = (re.sub(r"\([^)]*\)", "", columns[2]), columns[3])
+        if len(columns) == 6 and columns[1].lower().startswith(_USABLE) and not columns[1].endswith("*"):
+            cores, memory = (int(text) if text.isdecimal() else 0 for text in columns[4:])
+            gpus = re.sub(r"\([^)]*\)", "", columns[2])
+            nodes[columns[0]] = NodeKind(gpus=gpus, features=columns[3], cores=cores, memory_mib=memory)
     return nodes
 
 
