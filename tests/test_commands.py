@@ -274,3 +274,9 @@ def test_the_sbatch_stand_in_keeps_script_argv_and_environment(slurm: Slurm, tmp
     assert (kept / "script").read_text() == "#!/bin/sh\n"
     assert json.loads((kept / "argv.json").read_text()) == ["--nodes=2", str(script), "x=1"]
     assert json.loads((kept / "environ.json").read_text())["LC_ALL"] == "C.UTF-8"
+
+
+def test_a_command_whose_other_end_hangs_up_can_ask_again() -> None:
+    """SIGPIPE would end it without a word: seen with scontrol and a munged under load."""
+    answer = commands.ask("sh", ["-c", "kill -s PIPE $$; echo lives"])
+    assert (answer.returncode, answer.stdout) == (0, "lives\n")

@@ -239,7 +239,7 @@ def _finish(
     """Run to the end; after the timeout the whole process group is killed and its words are told."""
     child = subprocess.Popen(
         argv, env=dict(environment), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, errors="replace", start_new_session=True,
+        text=True, errors="replace", start_new_session=True, restore_signals=False,
     )  # fmt: skip
     try:
         out, err = child.communicate(timeout=timeout)
