@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             submission.run_here(loaded)
         if asked.follow and "array" in loaded.config.slurm.extra:
             raise UsageError("--follow follows one job, not the elements of an array; leave it out")
+        if asked.follow and "clusters" in loaded.config.slurm.extra:
+            raise UsageError("--follow asks this cluster, and the job may go to another one (clusters); leave it out")
         sent = submission.send(loaded)
         _print_sent(sent)
         if not asked.follow:
@@ -184,8 +186,10 @@ def _print_sent(sent: Sent) -> None:
     print(f"job {sent.job_id} submitted: {printable(sent.plan.name)}")
     print(f"  directory  {printable(str(sent.plan.run_dir))}")
     print(f"  follow     tail -F {printable(shlex.quote(str(sent.output.parent)))}/{sent.output.name}")
-    print(f"  cancel     scancel {sent.job_id}")
-    print(f"  look       scontrol show job {sent.job_id}", flush=True)
+    clusters = dict(sent.plan.directives).get("clusters")
+    there = f"--clusters={shlex.quote(clusters)} " if clusters else ""
+    print(f"  cancel     scancel {there}{sent.job_id}")
+    print(f"  look       scontrol {there}show job {sent.job_id}", flush=True)
 
 
 def _tell(line: str) -> None:

@@ -33,3 +33,9 @@ def test_hostile_sbatch_variables_stay_one_line_and_keep_their_secrets() -> None
     noise = {"SBATCH_COMMENT": "a\nb\x1b[2J" + "x" * 500, "SBATCH_API_KEY": "s3cret", "SBATCH_\n": "y"}
     (line,) = without_outer_job(noise, keep_gpus=False).warnings
     assert line.isprintable() and "s3cret" not in line and len(line) < 400
+
+
+def test_the_cluster_that_a_plain_sbatch_would_have_gone_to_is_named() -> None:
+    """SLURM_CLUSTERS is no variable of an outer job: it says where the commands go. Source: sbatch(1), --clusters."""
+    (line,) = without_outer_job({"SLURM_CLUSTERS": "c2", "SLURM_CLUSTER_NAME": "c1"}, keep_gpus=False).warnings
+    assert line == "ignored from the environment: SLURM_CLUSTERS=c2 (use slurm.extra.clusters=)"

@@ -46,6 +46,15 @@ def test_submission_makes_the_run_directory_and_says_what_to_do_next(shell: Shel
     assert shell.submissions() == 1
 
 
+def test_a_job_of_another_cluster_is_looked_for_there(shell: Shell) -> None:
+    """Here, its number may be another job's."""
+    done = shell.send("slurm.extra.clusters=c2", "slurm.exclude_failed_h=0")
+    assert done.returncode == 0 and "scancel --clusters=c2 101" in done.stdout, done.stderr
+    assert "scontrol --clusters=c2 show job 101" in done.stdout
+    done = shell.send("slurm.extra.clusters=c2", "--follow")
+    assert done.returncode == 2 and "another one (clusters)" in done.stderr and shell.submissions() == 1
+
+
 def test_merged_configuration_can_be_used_again(shell: Shell) -> None:
     shell.send("optim.lr=0.05", "--time", "12:00:00")
     (first,) = shell.runs()

@@ -64,6 +64,7 @@ _FLAGS = {
     "SBATCH_RESERVATION": "slurm.reservation=",
     "SBATCH_SIGNAL": "slurm.signal=",
     "SBATCH_TIMELIMIT": "--time",
+    "SLURM_CLUSTERS": "slurm.extra.clusters=",
 }
 _SHOWN_LENGTH = 60
 
@@ -78,7 +79,7 @@ class Inherited:
     outer_job: str | None
     """The job that this process runs in, if any."""
     warnings: tuple[str, ...]
-    """One line for the SBATCH_* variables that a plain sbatch would have obeyed."""
+    """One line for the variables, SBATCH_* and SLURM_CLUSTERS, that a plain sbatch would have obeyed."""
 
 
 def without_outer_job(environ: Mapping[str, str], *, keep_gpus: bool) -> Inherited:
@@ -95,7 +96,7 @@ def without_outer_job(environ: Mapping[str, str], *, keep_gpus: bool) -> Inherit
         if name in DROPPED or name.startswith(DROPPED_PREFIXES) or of_outer_job:
             dropped.append(name)
     gone = set(dropped)
-    overriding = sorted(name for name in gone if name.startswith("SBATCH_"))
+    overriding = sorted(name for name in gone if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS")
     warnings: tuple[str, ...] = ()
     if overriding:
         shown = ", ".join(_ignored(name, environ[name]) for name in overriding)
