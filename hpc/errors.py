@@ -14,6 +14,7 @@ HpcError                      exit code
     └── SlurmUnreachable      78   no Slurm can be asked from this machine
 """
 
+import io
 import sys
 
 from hpc import exitcodes
@@ -94,6 +95,12 @@ def printable_lines(text: str) -> str:
 def one_line(door: str, error: BaseException) -> str:
     """The line that a door prints for an error: "hpc.submit: error: what was found; what was needed"."""
     return f"{door}: error: {printable(str(error))}"
+
+
+def print_any_text() -> None:
+    """Let stdout escape what its encoding does not have, as stderr does: no name may stop a door that has done its work."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unreadable(error: OSError) -> UsageError:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc.errors import HpcError, UsageError, printable, report
+from hpc.errors import HpcError, UsageError, print_any_text, printable, report
 
 if TYPE_CHECKING:
     from hpc.rundir import RunDirectory
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one attempt of one run; returns the exit code of the first failing rank."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    print_any_text()
     try:
         return launch(arguments)
     except (HpcError, ModuleNotFoundError) as error:

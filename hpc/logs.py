@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc import exitcodes
-from hpc.errors import HpcError, report, unreadable
+from hpc.errors import HpcError, print_any_text, report, unreadable
 
 DOOR = "hpc.logs"
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt")
     parser.add_argument("--errors", action="store_true", help="only what went wrong: verdicts and tracebacks")
     asked = parser.parse_args(argv)
+    print_any_text()
     from hpc.login import logs  # late, so that --help needs nothing
 
     def say(line: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.errors import HpcError, printable, report, unreadable
+from hpc.errors import HpcError, print_any_text, printable, report, unreadable
 
 DOOR = "hpc.status"
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="a run directory")
     arguments = parser.parse_args(argv)
+    print_any_text()
     from hpc.login import status  # late, so that --help needs nothing
 
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpc import exitcodes
-from hpc.errors import HpcError, UsageError, printable, report
+from hpc.errors import HpcError, UsageError, print_any_text, printable, report
 
 if TYPE_CHECKING:
     from hpc.config import Loaded
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     sent: Sent | None = None
+    print_any_text()
     try:
         asked = _parser().parse_intermixed_args(words[:cut])
         job, overrides = _split(asked.words)

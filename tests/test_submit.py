@@ -46,6 +46,13 @@ def test_submission_makes_the_run_directory_and_says_what_to_do_next(shell: Shel
     assert shell.submissions() == 1
 
 
+def test_x07_a_screen_that_lacks_a_character_stops_nobody(shell: Shell) -> None:
+    done = shell.send("--name", "dédé-实验", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and shell.submissions() == 1, done.stderr
+    assert done.stdout.startswith("job 101 submitted: d\\xe9d\\xe9-\\u5b9e\\u9a8c\n")
+    assert shell.submit("--dry-run", "--name", "dédé-实验", PYTHONIOENCODING="ascii").returncode == 0
+
+
 def test_a_job_of_another_cluster_is_looked_for_there(shell: Shell) -> None:
     """Here, its number may be another job's."""
     done = shell.send("slurm.extra.clusters=c2", "slurm.exclude_failed_h=0")
