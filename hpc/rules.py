@@ -267,7 +267,7 @@ def _option_fault(option: str, value: Any, config: Config) -> str | None:
         return "the long name of an option of sbatch, such as mail-type, in lower case"
     if option in _OWNED:
         return f"another setting: --{option} follows from {_OWNED[option]}"
-    if option == "gres" and (config.slurm.gpu_request == "gres" or "gpu" in str(value)):
+    if option in ("gres", "tres-per-job", "tres-per-task") and "gpu" in str(value):
         return "another setting: GPUs are asked for with slurm.gpus_per_node and slurm.gpu_request"
     if option in _OTHERS:
         return None

@@ -109,6 +109,8 @@ def test_s02_one_form_of_gpu_request() -> None:
     }
     gres = asked("slurm.gpu_request=gres", gpus_per_node="a100:4")
     assert {name: value for name, value in gres.items() if name in forms} == {"gres": "gpu:a100:4"}
+    both = asked("slurm.gpu_request=gres", "slurm.extra.gres=nvme:1", gpus_per_node="a100:4")
+    assert {name: value for name, value in both.items() if name in forms} == {"gres": "gpu:a100:4,nvme:1"}
     assert not forms & asked("slurm.gpus_per_node=null", "launch.workers_per_node=2").keys()
     with pytest.raises(UsageError, match="gpus-per-node"):
         plan("slurm.gpu_request=gpus-per-job")

@@ -142,7 +142,8 @@ def test_other_options_of_sbatch() -> None:
         "site-plugin": "no", "gres": "nvme:1",
     }  # fmt: skip
     assert "slurm.gpus_per_node" in refusal(overrides=["slurm.extra.gres=gpu:2"])
-    assert "slurm.gpus_per_node" in refusal(overrides=["slurm.extra.gres=nvme:1", "slurm.gpu_request=gres"])
+    assert "slurm.gpus_per_node" in refusal(overrides=["slurm.extra.gres=nvme:1,gpu", "slurm.gpu_request=gres"])
+    assert "slurm.gpus_per_node" in refusal(overrides=["slurm.extra.tres-per-task=gres/gpu:1"])
     assert "once" in refusal(overrides=["slurm.extra.mail-type=END", "slurm.extra.mail_type=ALL"])
 
 

@@ -105,7 +105,10 @@ def make_plan(loaded: Loaded, place: Place) -> Plan:
     name = run_name(config)
     extra = _extra(config.slurm)
     output = _output(place.run_dir, array="array" in extra)
-    directives = {"job-name": name, "output": output, **_request(config), **extra}
+    request = _request(config)
+    if request.get("gres") and extra.get("gres"):
+        extra["gres"] = f"{request['gres']},{extra['gres']}"  # sbatch takes one list of them
+    directives = {"job-name": name, "output": output, **request, **extra}
     for key, value in directives.items():
         if value is not None:
             check_text(f"--{key}", value)
