@@ -85,8 +85,7 @@ def _this_node(asked: argparse.Namespace) -> int:
         print(printable(line), flush=True)
     if not asked.end or not (view.leftovers or view.residue):
         return exitcodes.DONE if view.is_clean else exitcodes.FAILED
-    if not asked.yes and input(f"end {len(view.leftovers)} processes, remove {len(view.residue)} files? [y/N] ") != "y":
-        print(f"{DOOR}: nothing was ended", file=sys.stderr)
+    if not asked.yes and not _is_yes(f"end {len(view.leftovers)} processes, remove {len(view.residue)} files?"):
         return exitcodes.FAILED
     ended = sweeper.end(view)
     after = sweeper.look(ask_gpus=False)
@@ -98,6 +97,18 @@ def _this_node(asked: argparse.Namespace) -> int:
     for line in lines_of(after):
         print(printable(line), flush=True)
     return exitcodes.FAILED
+
+
+def _is_yes(question: str) -> bool:
+    """Whether y or yes was typed at the terminal; any other answer is told to have ended nothing.
+
+    Raises:
+        EOFError, KeyboardInterrupt: no answer.
+    """
+    if input(f"{question} [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    print(f"{DOOR}: nothing was ended", file=sys.stderr)
+    return False
 
 
 def _all_nodes(asked: argparse.Namespace) -> int:
@@ -121,8 +132,7 @@ def _all_nodes(asked: argparse.Namespace) -> int:
     if asked.end and not asked.yes:
         if on_all() == exitcodes.DONE:
             return exitcodes.DONE
-        if input("end and remove all that can be? [y/N] ") != "y":
-            print(f"{DOOR}: nothing was ended", file=sys.stderr)
+        if not _is_yes("end and remove all that can be?"):
             return exitcodes.FAILED
     return on_all("--end", "--yes") if asked.end else on_all()
 
