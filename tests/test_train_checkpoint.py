@@ -66,6 +66,21 @@ def test_a_damaged_one_does_not_count_among_those_kept(tmp_path: Path) -> None:
     assert checkpoints.steps() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_later_ones_with_wrong_bytes_do_not_drive_out_those_written_after_a_return_to_an_earlier_one(
+    tmp_path: Path, keep: int
+) -> None:
+    before = written(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        spoil_bit(before.path(step))
+    checkpoints = Checkpoints(before.folder, keep)
+    assert checkpoints.newest() == checkpoints.path(10)
+    for step in (12, 14, 20):
+        checkpoints.write(step, state(step), {})
+        assert Checkpoints(before.folder, keep).newest() == checkpoints.path(step)
+    assert checkpoints.steps() == [14, 20, 30][2 - keep :]
+
+
 def spoil_bit(path: Path) -> None:
     data = bytearray((path / "model.pt").read_bytes())
     data[len(data) // 2] ^= 1
@@ -187,7 +202,7 @@ def test_k13_a_checkpoint_of_a_real_run_loads_with_the_default_loader(ranks: Ran
     assert path is not None
     model, trainer = torch.load(path / "model.pt"), torch.load(path / "trainer.pt")
     assert not any(name.startswith("module.") for name in model)
-    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data", "made_with"}
+    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data", "total", "made_with"}
     assert len(trainer["random"]) == 2
 
 

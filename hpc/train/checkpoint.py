@@ -42,8 +42,9 @@ READABLE = (1, 2)
 """Format 1 had neither config.yaml nor the manifest's own checksum."""
 PIECE = 8 << 20
 """Bytes that are handed to the file at once; with each, the disk is told to begin with what it has."""
-VISIBLE_S = 60.0
-"""How long a rank waits for a shared file system to show it what rank 0 sees: NFS keeps a folder's entries that long."""
+VISIBLE_S = 45.0
+"""How long a rank waits for a shared file system to show it what rank 0 sees. NFS keeps what it knows of a folder for 30 s, and
+for 60 s of one that has long been as it is. Source: nfs(5), acdirmin and acdirmax."""
 _STEP = re.compile(r"step-([0-9]+)")
 _STALE = re.compile(r"\.step-[0-9]+\..*")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -61,6 +62,7 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
+        self._damaged: set[int] = set()  # found so by `newest`, and not written anew since
 
     def prepare(self) -> None:
         """Make the folder, and clear what a killed attempt left half written.
@@ -111,6 +113,7 @@ class Checkpoints:
             fault = damage(self.path(step))
             if fault is None:
                 return self.path(step)
+            self._damaged.add(step)
             log.warning("checkpoint %s is damaged and skipped: %s", self.path(step), fault)
         if steps:
             raise CheckpointError(
@@ -145,6 +148,7 @@ class Checkpoints:
             if os.path.lexists(target):  # a damaged one
                 os.rename(target, self._discarded(target))
             os.rename(beside, target)
+            self._damaged.discard(step)
             _sync_folder(self.folder)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(beside, ignore_errors=True)
@@ -156,7 +160,9 @@ class Checkpoints:
     def remove_old(self) -> None:
         """Remove the oldest whole checkpoints beyond those that are kept, and whatever is no checkpoint any more."""
         try:
-            whole = [step for step in self.steps() if _quick_damage(self.path(step)) is None]
+            # a later one whose bytes are wrong must not drive out those that are written after a return to an earlier one
+            known = [step for step in self.steps() if step not in self._damaged]
+            whole = [step for step in known if _quick_damage(self.path(step)) is None]
             for step in whole[: -self.keep]:
                 if self.keep_every is None or step % self.keep_every:
                     # renamed first, so that no half-removed folder bears a checkpoint's name
