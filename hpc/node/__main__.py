@@ -7,6 +7,7 @@ what they would get and starts nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -195,6 +196,7 @@ if __name__ == "__main__":
     status = main()
     if os.getpid() != agent:
         raise SystemExit(status)  # a script in a fork, with whatever it wants to do at its end
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the screen has gone, or its disk is full: no failure of the workers
+            stream.flush()
     os._exit(status)  # taking an interpreter apart that has torch in it takes seconds

@@ -115,8 +115,9 @@ class Agent:
         run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
         self._signals = SignalPipe({*FORWARDED, *self.warnings, signal.SIGCHLD})
         adopt_orphans()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         for info, share in zip(self.go.infos, cores, strict=True):
             ranks = info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt)
             started = self.starter.start(

@@ -25,6 +25,8 @@ from hpc.node.worker import ERROR_FILE_VARIABLE, Start
 from hpc.ranks import RankInfo
 from hpc.rundir import SECRET_VARIABLE
 
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
 
 @dataclass
 class Worker:
@@ -88,6 +90,9 @@ class Starter:
         os.environ["OMP_NUM_THREADS"] = self._environ_before["OMP_NUM_THREADS"]
         if self.target.kind == "program" or not self._settings.fork:
             return False
+        for name in CACHES:
+            if (place := self._own_place(name)) is not None:
+                os.environ.setdefault(name, str(place))  # torch makes the one for kernels when it is imported
         optional: list[str] = []
         if self.target.is_training:
             job = self._settings.job or "jobs.digits"
@@ -111,8 +116,8 @@ class Starter:
             pipe: the agent's signals, `others`: its workers so far; the new process lets go of both.
         """
         prefix = f"[rank {info.rank}] ".encode() if info.world_size > 1 else b""
-        log = open_log(self._folder, info.rank)
-        streams = [WorkerStream(log, screen, prefix) for screen in (sys.stdout.buffer, sys.stderr.buffer)]
+        log = open_log(self._folder, info.rank, self._assembly.clock_offset_s)
+        streams = [WorkerStream(log, screen, prefix) for screen in (1, 2)]
         error_file = self._folder / f"error-{info.rank}.json" if self._folder is not None and log is not None else None
         pulse, stacks = Pulse(), StackMemory()
         shared = {beats.VARIABLE: str(pulse.descriptor), beats.STACKS_VARIABLE: str(stacks.descriptor)}
@@ -178,9 +183,12 @@ class Starter:
             environ[ERROR_FILE_VARIABLE] = str(error_file)
         if environ.get("TMPDIR") == "/tmp":
             del environ["TMPDIR"]  # Slurm sets it so; a place that the site or the user chose is another one
-        if self._tidy.folder is not None:  # on this node: in a shared home compiled kernels go stale under their feet
-            for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
-                place = self._tidy.folder / name.split("_")[0].lower()
-                if environ.setdefault(name, str(place)) == str(place):
-                    place.mkdir(mode=0o700, exist_ok=True)
+        for name in (*CACHES, "TMPDIR"):
+            place = self._own_place(name)
+            if place is not None and environ.setdefault(name, str(place)) == str(place):
+                place.mkdir(mode=0o700, exist_ok=True)
         return environ
+
+    def _own_place(self, name: str) -> Path | None:
+        """On this node, and gone after the start: in a shared home compiled kernels go stale under their feet."""
+        return None if self._tidy.folder is None else self._tidy.folder / name.split("_")[0].lower()

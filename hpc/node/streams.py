@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 LINE_LIMIT = 8192
 VISIBLE_LIMIT_S = 60.0
@@ -16,7 +16,8 @@ STAMP_EVERY_S = 0.5
 class WorkerStream:
     """One pipe from a worker (its stdout or stderr), copied to its log and to the screen."""
 
-    def __init__(self, log: RankLog | None, screen: BinaryIO, prefix: bytes) -> None:
+    def __init__(self, log: RankLog | None, screen: int, prefix: bytes) -> None:
+        """`screen`: the descriptor of this process's own stdout or stderr."""
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self._log, self._screen, self._prefix = log, screen, prefix
@@ -52,11 +53,8 @@ class WorkerStream:
             self._emit(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def _emit(self, data: bytes) -> None:
-        try:
-            self._screen.write(data)
-            self._screen.flush()
-        except (BrokenPipeError, ValueError):
-            return  # nobody looks any more; the log file has it
+        """Not by Python's own writing: unbuffered (-u) it drops the rest of what a signal interrupts."""
+        _write_all(self._screen, data)  # when nobody looks any more, or its disk is full, the log file has it
 
     def finish(self) -> None:
         """Copy what is left and close this end, without waiting for descendants that still hold the other."""
@@ -81,11 +79,13 @@ class WorkerStream:
 class RankLog:
     """A rank's log file: bytes as they come, and beside it, in rank-<n>.times, now and then when they came.
 
-    A line of the times: seconds since 1970, and the size that the log had then. Both descriptors append.
+    A line of the times: seconds since 1970, by the clock of rank zero's node, and the size that the log had then. Both
+    descriptors append.
     """
 
-    def __init__(self, descriptor: int, times: int | None) -> None:
-        self._descriptor, self._times = descriptor, times
+    def __init__(self, descriptor: int, times: int | None, clock_offset_s: float = 0.0) -> None:
+        """`clock_offset_s`: what that clock is ahead of this node's."""
+        self._descriptor, self._times, self._clock_offset_s = descriptor, times, clock_offset_s
         self._size = os.fstat(descriptor).st_size
         self._stamped = float("-inf")
 
@@ -94,7 +94,7 @@ class RankLog:
         now = time.time()
         if self._times is not None and not 0.0 <= now - self._stamped < STAMP_EVERY_S:
             self._stamped = now
-            _write_all(self._times, f"{now:.3f} {self._size}\n".encode())
+            _write_all(self._times, f"{now + self._clock_offset_s:.3f} {self._size}\n".encode())
         self._size += _write_all(self._descriptor, data)
 
     def close(self) -> None:
@@ -106,15 +106,13 @@ class RankLog:
 def _write_all(descriptor: int, data: bytes) -> int:
     """Write as much as goes, and return how much that was: a full disk must not stop the training."""
     view = memoryview(data)
-    try:
+    with contextlib.suppress(OSError):
         while view:
             view = view[os.write(descriptor, view) :]
-    except OSError:
-        pass  # the screen still shows it
     return len(data) - len(view)
 
 
-def open_log(folder: Path | None, rank: int) -> RankLog | None:
+def open_log(folder: Path | None, rank: int, clock_offset_s: float = 0.0) -> RankLog | None:
     """Open `folder/rank-<n>.log` for appending, mode 0600; None without a folder, or when it cannot be written.
 
     The folder is made by the controller. On a shared file system other nodes may see it late: it is waited for,
@@ -134,7 +132,7 @@ def open_log(folder: Path | None, rank: int) -> RankLog | None:
         except OSError:
             return None
     try:
-        return RankLog(descriptor, _append_to(folder / f"rank-{rank}.times"))
+        return RankLog(descriptor, _append_to(folder / f"rank-{rank}.times"), clock_offset_s)
     except OSError:
         return RankLog(descriptor, None)
 
