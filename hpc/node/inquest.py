@@ -18,6 +18,7 @@ from hpc.node.starting import Worker
 from hpc.rundir import read_error_file
 
 TRACEBACK_LIMIT = 16 * 1024
+"""Characters of a message, and of a traceback: what an agent tells of a failure has to fit into one message of the meeting."""
 
 
 class Inquest:
@@ -51,7 +52,7 @@ class Inquest:
             oom = self._oom.evidence(None)
         words = exitcodes.describe(code) if oom is None or message else f"killed by SIGKILL, {oom}"
         return replace(
-            self._failure(worker, code, message or words),
+            self._failure(worker, code, message[:TRACEBACK_LIMIT] or words),
             time=moment + self.clock.offset_s if moment else self.clock.now(),
             traceback=trace[-TRACEBACK_LIMIT:],
             by_us=worker.ended_by_us and not failed_by_itself,
