@@ -147,6 +147,8 @@ def test_leaving_quickly_loses_nothing_that_a_job_has_begun(tmp_path: Path) -> N
         "left = open('left.txt', 'w')\nleft.write('last words')\n"
         "atexit.register(lambda: print('at exit'))\n"
         "threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "idle = ThreadPoolExecutor(1)\nidle.submit(abs, 1).result()\n"  # nobody has shut it down
         "print('said', end='')\nleave(41)\n"
     )
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}

@@ -224,9 +224,7 @@ def _log_through(progress: Any) -> None:
 
 def leave(status: int) -> NoReturn:
     """End this process as `sys.exit` does, but for taking the interpreter apart: with torch in it that takes seconds."""
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # tells idle threads of executors to end, and waits for all that are no daemons
     atexit._run_exitfuncs()
     left_open = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]  # by the job
     for stream in (*left_open, sys.stdout, sys.stderr):
