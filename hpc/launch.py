@@ -7,10 +7,16 @@ python -m hpc.launch --local ...                                     here, whate
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import sys
+
+if __name__ == "__main__":
+    from hpc.allocation import warden
+
+    WARD = warden.stand(sys.argv[1:], os.environ)  # before all that takes memory: it stays in the warden, too
+
+import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +24,16 @@ from typing import TYPE_CHECKING
 from hpc.errors import HpcError, UsageError, print_any_text, printable, report
 
 if TYPE_CHECKING:
+    from hpc.allocation.warden import Ward
     from hpc.rundir import RunDirectory
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one attempt of one run; returns the exit code of the first failing rank."""
+def main(argv: Sequence[str] | None = None, ward: Ward | None = None) -> int:
+    """Run one attempt of one run; returns the exit code of the first failing rank. `ward`: where a warden watches."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     print_any_text()
     try:
-        return launch(arguments)
+        return launch(arguments, ward)
     except (HpcError, ModuleNotFoundError) as error:
         return report("hpc.launch", error)
 
@@ -57,7 +64,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def launch(arguments: argparse.Namespace) -> int:
+def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
     from hpc import config
     from hpc.allocation import allocation as allocations
     from hpc.allocation import history
@@ -109,7 +116,7 @@ def launch(arguments: argparse.Namespace) -> int:
         allocation = dataclasses.replace(allocation, attempt=before + allocation.restarts)
     if started_in is None:
         tell_changed_code(run_dir)
-    return Controller(allocation, loaded, run_dir, code=started_in).run()
+    return Controller(allocation, loaded, run_dir, code=started_in, ward=ward).run()
 
 
 def tell_changed_code(run_dir: RunDirectory) -> None:
@@ -145,4 +152,4 @@ _LAUNCHERS = frozenset(
 )
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ward=WARD))

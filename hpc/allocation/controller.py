@@ -7,7 +7,7 @@ import importlib.metadata
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -16,6 +16,7 @@ from hpc import exitcodes
 from hpc.allocation import badnodes, preflight
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.history import lost_hosts, newest_checkpoint, stalled_attempts
+from hpc.allocation.lost import down_nodes, lost_nodes, named
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide, made_steps
 from hpc.allocation.requeue import (
     KILLED_WITHIN_S,
@@ -32,10 +33,11 @@ from hpc.allocation.running import RunningStep
 from hpc.allocation.starts import Starts
 from hpc.allocation.step import agent_environ, plan_step
 from hpc.allocation.sweep import LIMIT_S, sweep
-from hpc.allocation.verdict import End, Verdict, cause_of, complain, next_of, read_end
+from hpc.allocation.verdict import End, Verdict, cause_of, complain, hang_of, next_of, orphaned, read_end
+from hpc.allocation.warden import Past, Ward
 from hpc.command import target_of
 from hpc.config import Loaded
-from hpc.errors import NodelistError, SlurmCommandError, printable
+from hpc.errors import SlurmCommandError, printable
 from hpc.ledger import Failure
 from hpc.rundir import (
     ATTEMPT_VARIABLE,
@@ -45,23 +47,31 @@ from hpc.rundir import (
     RUN_DIR_VARIABLE,
     RunDirectory,
 )
-from hpc.slurm import commands, killwait
-from hpc.slurm.nodelist import expand_nodelist
+from hpc.slurm import killwait
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LAST_ACTS_S = 8.0
 """Kept free before the time limit: for the step's end, the decision, and the requeue."""
 LONGEST_WAIT_S = 86_400.0  # a day; then the end time is asked for again
+_STANDING = "restarts retried forgiven steps_from _start_from _events_before began start_began".split()
+"""What a controller has to know that goes on for a killed one."""
 
 
 class Controller:
     """One attempt of one run: as many starts of the step as the policy grants, then its last decision."""
 
     def __init__(
-        self, allocation: Allocation, loaded: Loaded, run_dir: RunDirectory, *, code: str | None = None
+        self,
+        allocation: Allocation,
+        loaded: Loaded,
+        run_dir: RunDirectory,
+        *,
+        code: str | None = None,
+        ward: Ward | None = None,
     ) -> None:
         """`code`: the directory that agents import from when it is not the working directory."""
         self.allocation, self.loaded, self.run_dir = allocation, loaded, run_dir
+        self.ward = ward or Ward()
         self.folder = run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
@@ -93,16 +103,17 @@ class Controller:
         if self.loaded.config.command:
             target_of(self.loaded.config.command)  # refused once, and not once per node
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        for number in {*FORWARDED, *self.notices}:
-            signal.signal(number, self._forward)
+        self.ward.listen({*FORWARDED, *self.notices}, self._forward)
         self._ask_for_end_time()
         self.steps_from, _ = newest_checkpoint(self.run_dir)
         self.say(self.headline())
         self._tell_lost_hosts()
+        end = self._inherit()
         while True:
-            self._clear_for_start()
-            refused = not self.restart and self._refused_by_preflight()
-            end = self._note_end(exitcodes.UNAVAILABLE if refused else self.start_and_wait())
+            if end is None:
+                self._clear_for_start()
+                refused = not self.restart and self._refused_by_preflight()
+                end = self._note_end(exitcodes.UNAVAILABLE if refused else self.start_and_wait())
             decision = self._decide(end)
             if decision.action is Action.AGAIN:
                 self._verdict.tell()
@@ -110,11 +121,31 @@ class Controller:
                 if self._pause(decision.pause_s):
                     self.retried += decision.is_retry
                     self.restarts += not decision.is_retry
+                    end = None
                     continue
                 decision = self._decide(end)  # a signal came meanwhile
             self.starts.dismiss()
             self._sweep()
             return self._act(decision, end)
+
+    def _inherit(self) -> End | None:
+        """Go on where a controller that was killed has stopped: with the end of its last start, which is over by now."""
+        past = self.ward.past
+        if past is None:
+            return None
+        for number in past.heard:
+            self._forward(number, None)
+        if past.standing is None:
+            return None  # nothing had been started; what was heard is for the first start
+        self._undelivered.clear()
+        for name in _STANDING:
+            setattr(self, name, past.standing[name])
+        self.starts.mark = past.standing["mark"]
+        return self._note_end(128 + past.number, past)
+
+    def _tell_standing(self) -> None:
+        """What the next controller needs, should this one be killed."""
+        self.ward.tell({"mark": self.starts.mark, **{name: getattr(self, name) for name in _STANDING}})
 
     def _sweep(self) -> None:
         """Every node, after the attempt; between two starts the agents of the next one do it."""
@@ -136,7 +167,7 @@ class Controller:
         attempt = self.allocation.attempt
         lost = lost_hosts(self.run_dir.events(), attempt)
         if lost and self.allocation.node_list:
-            again = _named(lost, self.allocation.node_list)
+            again = named(lost, self.allocation.node_list)
             if again:
                 complain(f"warning: attempt {attempt} runs on {', '.join(again)} again, lost in attempt {attempt - 1}")
 
@@ -176,6 +207,7 @@ class Controller:
         batch_job = self.allocation.run_id if not self.step.local and self.is_batch else None
         running = self.starts.begin(self.restart, self.told(), batch_job=batch_job, on_end=self._note_slurms_end)
         self._running = running
+        self._tell_standing()
         for number in self._undelivered:
             running.pass_on(number)  # it came while the child was being made
         self._undelivered.clear()
@@ -220,7 +252,7 @@ class Controller:
         if self._running is not None:
             self._running.over_within(killwait.for_workers(killwait.ask()) - (time.monotonic() - heard))
         requeued = facts.restarts is not None and facts.restarts > self.allocation.restarts
-        lost = self._down_nodes() if requeued and self.allocation.nodes > 1 else ()
+        lost = down_nodes(self.allocation) if requeued and self.allocation.nodes > 1 else ()
         badnodes.write_down(self.allocation, dict.fromkeys(lost, "lost"), say=complain)
         failed = self._failed_before() if requeued else ()
         without = exclude(self.allocation, lost, failed, say=complain)() if lost or failed else ()
@@ -275,13 +307,18 @@ class Controller:
             if newest_checkpoint(self.run_dir)[1] is None:
                 start = f"attempt {self.allocation.attempt}" + (f", restart {self.restart}" if self.restart else "")
                 complain(f"warning: {start}, no checkpoint in {self.run_dir.checkpoints}, starting at step 0")
+        self._tell_standing()
 
-    def _note_end(self, code: int) -> End:
-        """Read how the step ended, and write it into the record."""
+    def _note_end(self, code: int, past: Past | None = None) -> End:
+        """Read how the step ended, and write it into the record. `past`: the controller that was killed with it."""
         news = list(islice(self.run_dir.events(), self._events_before, None))
         end = read_end(self.folder, code, started=any(event.get("event") == "started" for event in news))
         if any(event.get("event") == "stopping" and event.get("reason") == "TIME" for event in news):
             self._own_notice = "the time limit"
+        if past is not None:
+            end = orphaned(end, past, noticed=bool(self._notice or self._own_notice))
+            if any(event.get("event") == "ended" for event in news):
+                return end  # that one has noted it
         first = end.first
         self.run_dir.append_event(
             "ended",
@@ -292,7 +329,7 @@ class Controller:
             started=end.started,
             signal=self._heard.name if self._heard else None,
             first={key: first.get(key) for key in ("rank", "host", "code", "message")} if first else None,
-            cause="hang" if first and first.get("hung") else None,
+            cause="hang" if first and first.get("hung") else end.orphaned,
             last_step=end.last_step,
             **self._steps(),
         )
@@ -313,15 +350,16 @@ class Controller:
         progress = (steps["steps_to"] or 0) > self._start_from and not self.loaded.config.command
         if progress:
             self.forgiven = self.restarts
-        facts, self._lost = self._facts(), self._lost_nodes(end)
+        facts, self._lost = self._facts(), lost_nodes(self.allocation, end)
         ending = Ending(
             code=end.code,
             started=end.started,
             reported=end.reported,
+            orphaned=end.orphaned,
             by_us=bool(first.get("by_us")),
             peer_gone=bool(first.get("peer_gone")),
             loader_killed=first.get("loader_killed"),
-            hung=_hang(first),
+            hung=hang_of(first),
             notice=self._notice or self._own_notice,
             notice_signals=tuple(int(number) for number in self.notices),
             keyboard=self._keyboard,
@@ -381,23 +419,6 @@ class Controller:
         except SlurmCommandError as error:
             complain(f"Slurm cannot be asked for this job's state: {error}")
             return JobFacts()
-
-    def _lost_nodes(self, end: End) -> tuple[str, ...]:
-        """Nodes of the allocation that Slurm has given up or that are silent, when an agent or its node has gone."""
-        gone = end.started and (not end.reported or end.code == exitcodes.UNAVAILABLE)
-        if not self.step.local and (end.first or {}).get("unfit"):
-            return _named(str((end.first or {})["host"]).split(","), self.allocation.node_list)
-        if self.step.local or not gone or self.allocation.nodes < 2 or not self.allocation.node_list:
-            return ()
-        first = end.first or {}
-        silent = _named([str(first.get("host"))], self.allocation.node_list) if first.get("silent") else ()
-        return tuple(dict.fromkeys((*self._down_nodes(), *silent)))
-
-    def _down_nodes(self) -> tuple[str, ...]:
-        try:
-            return tuple(commands.lost_nodes(self.allocation.node_list))
-        except SlurmCommandError:
-            return ()
 
     def _refused_by_preflight(self) -> bool:
         if self.step.local or self.loaded.config.launch.preflight != "full":
@@ -474,17 +495,3 @@ class Controller:
             except SlurmCommandError as error:
                 complain(f"no new job could be sent: {error}")
         complain(f"{headline}, go on with: {command}")
-
-
-def _hang(first: Mapping[str, Any]) -> str | None:
-    return f"rank {first.get('rank')} on {first.get('host')} {first.get('message')}" if first.get("hung") else None
-
-
-def _named(hosts: Sequence[str], node_list: str) -> tuple[str, ...]:
-    """The nodes of a host list that these host names stand for; a host may call itself by a longer name."""
-    try:
-        nodes = expand_nodelist(node_list)
-    except NodelistError:
-        return ()
-    short = {host.split(".")[0] for host in hosts}
-    return tuple(node for node in nodes if node in hosts or node.split(".")[0] in short)

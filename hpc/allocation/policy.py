@@ -6,7 +6,7 @@
 | cancelled, or Slurm is ending the job already | fail: it never comes back by our doing |
 | stopped at the keyboard | fail |
 | saved and wants to go on (75), or ended by a notice | requeue, without limit as long as steps are made |
-| worker or data-loader process killed, worker hung, agent lost, or never started | again, `max_restarts` times in a row with a growing pause; when a notice came or time is short: requeue |
+| worker, data-loader process or controller killed, worker hung, agent lost, or never started | again, `max_restarts` times in a row with a growing pause; when a notice came or time is short: requeue |
 | the same, and a node of the allocation is lost | requeue without that node where the job may come back, else fail |
 | an exception, or any other exit code | fail at once, unless `retry_failures` allows another try |
 """
@@ -71,6 +71,8 @@ class Ending:
     """Ranks ran."""
     reported: bool = True
     """The agents could say how it ended; otherwise they were killed with their step."""
+    orphaned: str | None = None
+    """In words, that the start ended since its controller was killed; None for any other end."""
     by_us: bool = False
     """The first worker to end badly was ended by its agent, on a signal that came from outside."""
     peer_gone: bool = False
@@ -186,6 +188,8 @@ def _notice(ending: Ending) -> str | None:
 
 def _broken(ending: Ending) -> str | None:
     """In what way the start was broken by something other than the program's own error; None when it was not."""
+    if ending.orphaned is not None:
+        return ending.orphaned
     if not ending.started:
         return None if ending.code in _DETERMINED else "no rank was started"
     if ending.hung is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.allocation.policy import Action, Decision, Ending, killed_by
+from hpc.allocation.warden import Past
 from hpc.errors import printable, printable_lines
 from hpc.slurm.states import JobState
 
@@ -41,6 +42,8 @@ class End:
     """The other ranks that failed by themselves, those that say the same together: "ranks", "count", "message", "same"."""
     last_step: int | None = None
     """The newest step that the heartbeats have told of; None when it is unknown."""
+    orphaned: str | None = None
+    """In words, that it ended since its controller was killed; None for any other end."""
 
     @property
     def never_started(self) -> bool:
@@ -78,6 +81,15 @@ def read_end(folder: Path, code: int, *, started: bool) -> End:
     )
 
 
+def orphaned(end: End, past: Past, *, noticed: bool) -> End:
+    """The end of a start whose controller was killed: that is its cause, unless it had one of its own (as a notice is)."""
+    ended_with_it = bool((end.first or {}).get("by_us")) or end.code == exitcodes.WANTS_ANOTHER_ATTEMPT
+    if end.reported and (noticed or not ended_with_it):
+        return end
+    code = 128 + past.number
+    return End(code=code, started=end.started, reported=False, last_step=end.last_step, orphaned=past.cause)
+
+
 def _facts(path: Path) -> dict[str, Any] | None:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -92,6 +104,11 @@ def complain(text: str) -> None:
     print(f"hpc.launch: {printable(text)}", file=sys.stderr, flush=True)
 
 
+def hang_of(first: Mapping[str, Any]) -> str | None:
+    """Which worker was ended because it was stopped or made no step, and how; None when it was for something else."""
+    return f"rank {first.get('rank')} on {first.get('host')} {first.get('message')}" if first.get("hung") else None
+
+
 def cause_of(end: End, ending: Ending, *, requeued: bool = False) -> str:
     """Why a start ended that was no success, in a word or two. `requeued`: Slurm has taken the job back already."""
     first, code = end.first or {}, end.code
@@ -102,6 +119,8 @@ def cause_of(end: End, ending: Ending, *, requeued: bool = False) -> str:
     by_slurm = state is not None and (state.is_completing or state.is_finished) and ending.cut_short is None
     if state is JobState.CANCELLED or (by_slurm and not requeued and not ending.lost_nodes):
         return "cancelled"
+    if ending.orphaned is not None:
+        return ending.orphaned.partition(",")[0]
     if not end.started:
         if code == exitcodes.BAD_ENVIRONMENT:
             return "a contradiction in the environment"

@@ -38,15 +38,16 @@ def test_kill_9_starts_again_inside_the_allocation(run: Drill, quiet: Quiet, who
     assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"
 
 
-def test_kill_9_of_the_controller_ends_the_job_and_keeps_the_run(run: Drill, quiet: Quiet) -> None:
+def test_kill_9_of_the_controller_starts_again_inside_the_allocation(run: Drill, quiet: Quiet) -> None:
     run.submit(*SMALL)
     run.reaches(16, saved=14)
-    kill(run.process("-m hpc.launch").pid)
-    assert run.ends() == "FAILED", run.report()
-    run.check_gone()
+    warden = psutil.Process(run.process("-m hpc.launch").pid)  # the batch script itself
+    (controller,) = [process for process in warden.children() if "hpc.launch" in process.cmdline()]
+    kill(controller.pid)
+    run.until(lambda: run.events("decided"))
     run.hurry()
-    run.submit(*SMALL)
-    run.check(quiet(), lost=[EVERY], cause="")
+    run.check(quiet(), lost=[EVERY], cause="the controller was killed by SIGKILL")
+    assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"
 
 
 def test_a_stopped_worker_is_ended_and_starts_again(run: Drill, quiet: Quiet) -> None:
