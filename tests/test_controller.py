@@ -15,7 +15,7 @@ from hpc.allocation import allocation as allocations
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.controller import Controller
 from hpc.allocation.policy import Decision
-from hpc.allocation.step import agent_command, plan_step, step_command
+from hpc.allocation.step import agent_command, for_srun, plan_step, step_command
 from hpc.allocation.verdict import End
 from hpc.config import Loaded
 from hpc.errors import EnvironmentMismatch
@@ -131,6 +131,60 @@ def test_s25_x10_r23_the_step_names_no_gpus() -> None:
     for layout in ("task-per-node", "task-per-gpu"):
         text = " ".join(planned(BATCH, layout=layout))
         assert "--gpu" not in text and "--gres" not in text and "CUDA_VISIBLE_DEVICES" not in text
+
+
+def test_r11_s25_gpus_asked_for_by_task_are_all_given_to_the_step() -> None:
+    """A step of one task per node would get one of them, and train on it without a word."""
+    by_task = {name: text for name, text in BATCH.items() if name != "SLURM_GPUS_PER_NODE"}
+    by_task |= {"SLURM_TASKS_PER_NODE": "4(x2)"}
+    for asked in ({"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_TRES_PER_TASK": "cpu:6,gres/gpu:1"}):
+        for layout in ("task-per-node", "task-per-gpu"):
+            assert "--gpus-per-node=4" in planned({**by_task, **asked}, layout=layout)
+        with pytest.raises(EnvironmentMismatch, match="TASKS_PER_NODE=2,1.*--gpus-per-node=N"):
+            allocations.read({**by_task, **asked, "SLURM_TASKS_PER_NODE": "2,1"})
+    assert not [word for word in planned({**BATCH, "SLURM_TRES_PER_TASK": "cpu:6"}) if "gpus-per-node" in word]
+
+
+def test_s06_s07_requests_of_another_job_do_not_reach_the_step() -> None:
+    """sbatch hands on what it is called in; seen on 22.05.8, see also tests/cluster/test_both_doors.py."""
+    own = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "quiet,cores", "SLURM_MEM_PER_CPU": "500"}
+    assert for_srun(own) == own
+    binding = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1", "SLURM_MEM_BIND": "map_mem:0"}
+    by_task = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_GPU": "1", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+    memory = {"SLURM_MEM_PER_NODE": "800", "SLURM_MEM_PER_CPU": "500"}
+    assert for_srun({**own, **binding, **by_task, **memory}) == {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7"}
+
+
+def test_s09_an_array_and_restarts_that_are_another_jobs() -> None:
+    told = {"JobId": "7", "UserId": "a(1)", "SubmitTime": "x", "NumNodes": "2", "BatchFlag": "1", "Restarts": "0"}
+    leaked = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    read = allocations.read({**BATCH, **leaked})
+    true = allocations.confirmed(read, told)
+    assert (true.run_id, true.restarts, true.attempt) == ("7", 0, 0)
+    own = allocations.confirmed(read, {**told, "ArrayJobId": "5", "ArrayTaskId": "3", "Restarts": "2"})
+    for fields in ({}, {"JobId": "7", "JobState": "RUNNING"}, {**told, "JobId": "8"}):
+        assert allocations.confirmed(read, fields) == own == read
+
+
+@pytest.mark.parametrize(
+    ("title", "is_task"),
+    [
+        ("slurmstepd: [7.batch]", False),
+        ("slurmstepd: [7.interactive]", False),
+        ("slurmstepd: [7.4294967291]", False),
+        ("slurmstepd: [6.0]", False),
+        ("slurmstepd: [7.0]", True),
+        ("slurmstepd: [7+1.0]", True),
+        ("bash", True),
+    ],
+)
+def test_s07_a_step_that_is_only_told_of_is_none(title: str, is_task: bool) -> None:
+    """sbatch called inside a step leaves SLURM_STEP_ID to the job; who runs this process is seen by its ancestors."""
+    child = "from hpc.allocation.allocation import is_task; import os, sys; sys.exit(is_task(os.environ))"
+    parent = f"import subprocess, sys; sys.exit(subprocess.call([{sys.executable!r}, '-c', {child!r}]))"
+    environ = {**os.environ, **BATCH, "SLURM_STEP_ID": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([title, "-c", parent], executable=sys.executable, env=environ, timeout=60, check=False)
+    assert done.returncode == is_task
 
 
 def test_fewer_cores_than_workers_are_overcommitted_and_not_refused() -> None:

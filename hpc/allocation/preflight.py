@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ def report(
         UsageError: this is no allocation, or nothing can be written in the working directory.
         NeverStarted: srun cannot be run.
     """
-    allocation = allocations.read(os.environ)
+    allocation = allocations.here()
     if not allocation.job_id:
         raise UsageError(
             "no allocation here (SLURM_JOB_ID is not set): salloc --nodes=2 --gpus-per-node=4, and this command in its shell"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from hpc.rundir import SECRET_VARIABLE
 
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_BY_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU")
+_MEMORY = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class Step:
     cpus_per_task: int | None
     overcommit: bool
     local: bool
+    gpus_per_node: int | None = None
+    """To be asked for by node; None: the step gets all of the job's, in the form the job asked for."""
 
     @property
     def workers(self) -> int:
@@ -58,6 +63,7 @@ def plan_step(allocation: Allocation, loaded: Loaded) -> Step:
         cpus_per_task=cores,
         overcommit=allocation.cpus_per_node is not None and tasks > allocation.cpus_per_node,
         local=local,
+        gpus_per_node=allocation.gpus_per_node if allocation.gpus_by_task else None,
     )
 
 
@@ -88,7 +94,7 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
 
 
 def step_command(step: Step, agent: Sequence[str]) -> list[str]:
-    """The agents as one job step. GPUs are not named: the step gets all of the job's, in the form the job asked for.
+    """The agents as one job step. GPUs are not named, but where the job asked for them by task: else it gets all of the job's.
 
     Source: srun(1): --kill-on-bad-exit, --input, --cpus-per-task (not inherited from sbatch since 22.05), --export.
     """
@@ -109,6 +115,8 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
         command.append(f"--cpus-per-task={step.cpus_per_task}")
     if step.overcommit:
         command.append("--overcommit")
+    if step.gpus_per_node is not None:
+        command.append(f"--gpus-per-node={step.gpus_per_node}")
     return [*command, *agent]
 
 
@@ -117,13 +125,35 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
+def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the requests in it that are not this step's, or that srun would refuse beside each other.
+
+    Which GPUs each task of the job was to have; cores and memory by number, as an outer step had them; and the memory, when
+    it is there in two forms: the step gets the job's in any case.
+    Source: srun(1), "INPUT ENVIRONMENT VARIABLES"; seen with 22.05.8: all of these reach a job that is sent from inside
+    another one, and "SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive".
+    """
+    gone = set(_BY_TASK)
+    for kind in ("CPU", "MEM"):
+        if re.search("mask|map", environ.get(f"SLURM_{kind}_BIND", "")):
+            gone |= {name for name in environ if name.startswith(f"SLURM_{kind}_BIND")}
+    if sum(name in environ for name in _MEMORY) > 1:
+        gone |= set(_MEMORY)
+    return {name: text for name, text in environ.items() if name not in gone}
+
+
 def agent_environ(step: Step, loaded: Loaded, told: Mapping[str, str]) -> dict[str, str]:
     """The agents' environment: this one, what the controller tells them, a secret of this start, and the configuration.
 
     Raises:
         HpcError: the configuration is too long to be handed on.
     """
-    environ = {**os.environ, SECRET_VARIABLE: new_secret(), **told, "PYTHONUTF8": "1"}
+    environ = {
+        **(os.environ if step.local else for_srun(os.environ)),
+        SECRET_VARIABLE: new_secret(),
+        **told,
+        "PYTHONUTF8": "1",
+    }
     root = str(Path(hpc.__file__).resolve().parent.parent)
     if Path(root).name not in ("site-packages", "dist-packages"):
         before = environ.get("PYTHONPATH")

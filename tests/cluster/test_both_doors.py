@@ -98,6 +98,22 @@ def test_ddp_sbatch_does_the_same_from_any_directory(cluster: Rig, user: User, e
     assert workers(text) == eight(cluster) and text.count("['a  b', '$(touch C)']") == 8
 
 
+def test_s06_s07_s09_a_job_sent_from_inside_another_one_is_a_job_of_its_own(cluster: Rig, user: User) -> None:
+    """From a step of an array's element: which step, which element, whose memory, how many GPUs a task: all of it leaks."""
+    outer = user.write(
+        "outer.sh",
+        "#!/bin/bash\nsrun sbatch --wait --nodes=2 --ntasks-per-node=2 --gpus-per-task=1 --mem=800 --output=inner.out "
+        f"'{cluster.clone}/sbin/ddp.sbatch' launch.fork=false launch.max_restarts=0 -- train.py\n",
+    )
+    words = ["--array=3", "--gpus-per-task=1", "--ntasks=1", "--mem-per-cpu=500", "--output=outer.out", str(outer)]
+    done = user.sbatch(*words, SLURM_CPU_BIND="quiet,mask_cpu:0x1", SLURM_CPU_BIND_LIST="0x1")
+    text = (user.folder / "inner.out").read_text()
+    assert done.returncode == 0, text + done.stderr
+    assert workers(text) == [(rank, 4, cluster.node_names[rank // 2]) for rank in range(4)]
+    (inner,) = re.findall(r"Submitted batch job (\d+)", (user.folder / "outer.out").read_text())
+    assert [path.name for path in user.runs()] == [f"train-{inner}"], text
+
+
 def test_f04_exit_code_of_both_doors(cluster: Rig, user: User) -> None:
     user.write("bad.py", "raise SystemExit(42)\n")
     done = user.submit("--follow", "--", "bad.py")
