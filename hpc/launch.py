@@ -84,7 +84,7 @@ def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
         if ignored:
             told = f"hpc.launch: local run: Slurm's variables of job {printable(ignored)} are ignored"
             print(told, file=sys.stderr, flush=True)
-    allocation = allocations.read(os.environ)
+    allocation = allocations.here()
     prepared = arguments.run_dir / "config.yaml" if arguments.run_dir is not None else None
     if prepared is not None and prepared.exists() and not (arguments.words or arguments.command or arguments.config):
         RunDirectory.open(prepared.parent, shared=True)  # nothing is believed that another user can have put there
