@@ -18,8 +18,10 @@ from steps import Step, step_environ
 
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide
 from hpc.allocation.verdict import End, Verdict, cause_of, next_of
+from hpc.login.logs import Asked, Logs
 from hpc.node.memory import _in_kernel_log
 from hpc.node.outcome import Failure, alike, read_traceback
+from hpc.rundir import RunDirectory
 from hpc.slurm.states import JobState
 
 
@@ -153,10 +155,21 @@ AHEAD = "import runpy, sys, time; real = time.time; time.time = lambda: real() +
 ONE_AFTER_THE_OTHER = """
 import os, pathlib, sys, time
 if os.environ["RANK"] == "0":
+    while not os.path.exists("begun"):
+        time.sleep(0.01)
+    time.sleep(1.0)
+    print("then rank 0", flush=True)
+    time.sleep(1.0)
+    pathlib.Path("go on").touch()
     while not os.path.exists("failed"):
         time.sleep(0.01)
     time.sleep(0.15)
     sys.exit(4)
+print("first rank 1", flush=True)
+pathlib.Path("begun").touch()
+while not os.path.exists("go on"):
+    time.sleep(0.01)
+print("last rank 1", flush=True)
 pathlib.Path("failed").touch()
 sys.exit(3)
 """
@@ -164,7 +177,10 @@ sys.exit(3)
 
 @pytest.mark.slow
 def test_clocks_of_nodes_may_differ_by_an_hour(step: Step) -> None:
-    """The second node's clock is ahead. Its rank fails first, and is the first by the clock of rank zero's node."""
+    """The second node's clock is ahead. Its rank fails first, and is the first by the clock of rank zero's node.
+
+    What the ranks print is merged by that clock, too.
+    """
     (step.folder / "train.py").write_text(ONE_AFTER_THE_OTHER)
     (step.folder / "run" / "attempt-0").mkdir(parents=True)
     arguments = ("--no-fork", "--workers-per-node", "1", "--allow-loopback", "--", "train.py")
@@ -178,6 +194,9 @@ def test_clocks_of_nodes_may_differ_by_an_hour(step: Step) -> None:
     found = json.loads((step.folder / "run" / "attempt-0" / "outcome.json").read_text())
     assert found["first"]["rank"] == 1 and found["code"] == 3, [one.stderr for one in ended]
     assert abs(found["first"]["time"] - time.time()) < 200
+    said: list[str] = []
+    Logs(RunDirectory(step.folder / "run"), Asked(), said.append).show(final=True)
+    assert [line.rpartition("] ")[2] for line in said[-3:]] == ["first rank 1", "then rank 0", "last rank 1"], said
 
 
 @pytest.fixture

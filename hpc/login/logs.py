@@ -1,7 +1,7 @@
 """The ranks' logs of a run as one text: in the order of time, with rank and host in front, what repeats only once.
 
-The times of lines come from rank-<n>.times beside each log (hpc/node/streams.py), exact to half a second and by the clocks
-of the nodes; a log without one counts as written when its attempt began. Files are read while ranks write them.
+The times of lines come from rank-<n>.times beside each log (hpc/node/streams.py), exact to half a second and by the clock of
+rank zero's node; a log without one counts as written when its attempt began. Files are read while ranks write them.
 """
 
 from __future__ import annotations

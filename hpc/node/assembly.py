@@ -54,6 +54,8 @@ class Assembly:
         self.host: Host | None = None
         self.guest: Connection | None = None
         self.store_pid: int | None = None
+        self.clock_offset_s = 0.0
+        """What rank zero's clock is ahead of this node's; known from the meeting on, off by one message's way."""
         self._secret = os.environ.pop(SECRET_VARIABLE, "")
         self._store: socket.socket | None = None
         self._address = ""
@@ -151,7 +153,7 @@ class Assembly:
                     )
         workers = [host.joined[task]["workers"] for task in range(self.task.tasks)]
         port = store.getsockname()[1]
-        host.broadcast(go={"workers": _compress(workers), "port": port})
+        host.broadcast(go={"workers": _compress(workers), "port": port, "clock": time.time()})
         return self._go(workers, host.joined, port)
 
     def _give_up(self, error: RendezvousError | EnvironmentMismatch) -> None:
@@ -207,6 +209,7 @@ class Assembly:
             for message in messages:
                 if "go" in message:
                     go = message["go"]
+                    self.clock_offset_s = float(go["clock"]) - time.time()
                     return self._go(parse_tasks_per_node(go["workers"]), {}, int(go["port"]))
                 if "stop" in message:
                     kind = EnvironmentMismatch if message["stop"]["code"] == 78 else OthersEnded
