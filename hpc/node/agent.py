@@ -459,7 +459,7 @@ class Agent:
         if self._told_over is not None and self.assembly.host is None:
             code = int(self._told_over.get("code", code))
         if self.assembly.host is not None:
-            self.assembly.host.broadcast(over={"code": code})
+            self.assembly.host.broadcast(over={"code": code, "can_go_on": self.can_go_on})
             self.assembly.host.flush(2.0)
         if self.assembly.is_host:
             self.paces.conclude()
@@ -477,11 +477,9 @@ class Agent:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether this step is fit for another start.
-
-        Not when it is to end. After an out-of-memory kill Slurm reports the whole step as out of memory whatever comes later.
-        """
-        return self.is_complete and self._signalled is None and not any(failure.oom for failure in self.failures)
+        """Not when the step is to end. After an out-of-memory kill Slurm reports it as out of memory whatever comes later."""
+        told = self._told_over is None or bool(self._told_over.get("can_go_on", True))
+        return told and self.is_complete and self._signalled is None and not any(one.oom for one in self.failures)
 
     def let_go(self) -> None:
         """After the end: close what the start had open, and leave its signals to whoever listens next."""

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
+import time
 
 from hpc.rundir import STANDBY_VARIABLE
 
 ANSWER_S = 5.0
+WAIT_S = 120.0
+"""How long the controller's word may take: its pauses are shorter, and where slurmd was killed nobody closes this end."""
 
 
 class Standby:
@@ -64,7 +68,10 @@ class Standby:
 
     def word(self) -> dict[str, str] | None:
         """Wait for what the next start's environment is to have anew; None when there is to be none."""
+        deadline = time.monotonic() + WAIT_S
         while b"\n" not in self._rest:
+            if not select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
             data = os.read(self._descriptor, 65536)
             if not data:
                 return None
