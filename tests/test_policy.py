@@ -147,6 +147,11 @@ def test_an_end_by_slurm_is_told_from_scancel() -> None:
     assert facts_of(scancelled).cut_short is None  # during the grace time of a preemption
     assert facts_of({**scancelled, "PreemptTime": "None"}).cut_short is None
     assert facts_of({**scancelled, "PreemptTime": "2026-11-30T09:41:40"}).cut_short == "preemption"
+    killed = {"JobState": "COMPLETING", "Reason": "JobLaunchFailure", "ExitCode": "0:9"}
+    for state in ("COMPLETING", "FAILED"):
+        assert facts_of({**killed, "JobState": state}).cut_short == "the death of its batch script"
+    for other in ({"Reason": "None"}, {"ExitCode": "1:0"}, {"JobState": "CANCELLED"}):
+        assert facts_of({**killed, **other}).cut_short is None
 
 
 def test_the_attempts_of_a_run_are_numbered_over_its_jobs() -> None:

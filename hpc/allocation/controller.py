@@ -474,7 +474,7 @@ class Controller:
             more = f", without {', '.join(without)}" if without else ""
             self.say(f"{headline}; job {run_id} is back in the queue{more}")
             deadline = time.monotonic() + KILLED_WITHIN_S
-            while self._signals == signals and time.monotonic() < deadline:
+            while self._signals == signals and time.monotonic() < deadline and not self.ward.is_orphaned:
                 time.sleep(0.1)  # Slurm ends this batch step
         elif outcome is Requeued.ENDING:
             complain(f"{headline}; left as it is, since Slurm is ending job {run_id} itself")

@@ -32,6 +32,7 @@ ANSWER_LIMIT_S = 10.0
 RESUBMIT_LIMIT_S = 120.0
 KILLED_WITHIN_S = 60.0
 """How long after a requeue Slurm may take to end the batch step."""
+_BATCH_KILLED = ("JobLaunchFailure", "RaisedSignal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class JobFacts:
     end_time: float | None = None
     """Seconds since 1970."""
     cut_short: str | None = None
-    """Slurm is ending the job by itself, and would not bring it back: "the time limit", or "preemption" that cancels."""
+    """Slurm is ending the job by itself, and would not bring it back: "the time limit", "preemption" that cancels, or
+    "the death of its batch script"."""
 
 
 class Requeued(enum.Enum):
@@ -91,15 +93,23 @@ def facts_of(fields: Mapping[str, str]) -> JobFacts:
         # also set in past tense after a requeue: only a running job is being preempted
         preempted=fields.get("PreemptTime", "None") not in ("None", "") and fields.get("JobState") == "RUNNING",
         end_time=_moment(fields.get("EndTime", "")),
-        cut_short=_cut_short(fields) if state is not None and state.is_completing else None,
+        cut_short=_cut_short(fields, state) if state is not None else None,
     )
 
 
-def _cut_short(fields: Mapping[str, str]) -> str | None:
-    """Why a job is ending that nobody has cancelled: scancel leaves neither of these (seen with 22.05.8).
+def _cut_short(fields: Mapping[str, str], state: JobState) -> str | None:
+    """Why a job is ending that nobody has cancelled: scancel leaves none of these (seen with 22.05.8).
 
-    Of a preemption with a grace time it could not be told from a scancel in that time, so only one without counts.
+    A signal that kills the batch script alone (kill -9; scancel --batch) ends the job, too: it leaves JobLaunchFailure and
+    the exit code 0:9. (RaisedSignal is another version's word for it, not seen here.) Of a preemption with a grace time it
+    could not be told from a scancel in that time, so only one without counts.
     """
+    if not (state.is_completing or state is JobState.FAILED):
+        return None
+    if fields.get("Reason", "").startswith(_BATCH_KILLED) and re.fullmatch("0:[1-9][0-9]*", fields.get("ExitCode", "")):
+        return "the death of its batch script"
+    if not state.is_completing:
+        return None
     if fields.get("Reason") == "TimeLimit":
         return "the time limit"
     ended, preempted = _moment(fields.get("EndTime", "")), _moment(fields.get("PreemptTime", ""))

@@ -50,6 +50,17 @@ def test_kill_9_of_the_controller_starts_again_inside_the_allocation(run: Drill,
     assert run.decisions() == ["again"] and run.rig.job(run.job_id)["Restarts"] == "0"
 
 
+@pytest.mark.parametrize("who", ["batch script"])
+def test_kill_9_of_the_batch_script_goes_back_into_the_queue(run: Drill, quiet: Quiet, who: str) -> None:
+    run.submit(*SMALL)
+    run.reaches(16, saved=14)
+    kill(run.process("-m hpc.launch").pid)
+    run.until(lambda: run.rig.job(run.job_id)["Restarts"] == "1")
+    run.hurry()
+    run.check(quiet(), lost=[EVERY], cause="the death of its batch script")
+    assert run.decisions() == ["requeue"] and run.rig.job(run.job_id)["Restarts"] == "1"
+
+
 def test_a_stopped_worker_is_ended_and_starts_again(run: Drill, quiet: Quiet) -> None:
     run.submit(*SMALL)
     start = run.reaches(16, saved=14)
