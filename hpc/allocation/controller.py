@@ -250,7 +250,8 @@ class Controller:
             return
         self._noted_end = True
         if self._running is not None:
-            self._running.over_within(killwait.for_workers(killwait.ask()) - (time.monotonic() - heard))
+            left_s = killwait.for_workers(killwait.ask()) - (time.monotonic() - heard)
+            self._running.over_within(max(1.0, left_s))
         requeued = facts.restarts is not None and facts.restarts > self.allocation.restarts
         lost = down_nodes(self.allocation) if requeued and self.allocation.nodes > 1 else ()
         badnodes.write_down(self.allocation, dict.fromkeys(lost, "lost"), say=complain)
