@@ -121,6 +121,7 @@ def stack(rank: int, words: str) -> Stack:
         (["in all_reduce at a:1", "in read at d:5", "in read at d:5"], (1, 2)),
         (["in backward at a:9", "in barrier at a:7", "in backward at a:9"], (1,)),  # ranks that took different ways
         (["in item at a:4", "in item at a:4", "in load at d:5"], (2,)),
+        (["in join at saving.py:9", "in await_rank_zero at loop.py:5", "in await_rank_zero at loop.py:5"], (0,)),
         (["in all_reduce at a:1"] * 4, ()),
         (["in load at d:5", "in item at a:4"], ()),
     ],

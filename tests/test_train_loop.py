@@ -185,6 +185,16 @@ def test_f13_each_step_once_in_the_metrics_after_a_restart(ranks: Ranks, tmp_pat
 
 
 @pytest.mark.slow
+def test_f13_lines_of_the_metrics_that_make_no_sense_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = ("toy", RUN, EVERY_STEP, "samples=16", "train.batch_size=4", "train.max_steps=2")
+    ranks(tmp_path, *arguments).check()
+    with open(tmp_path / "run/metrics.jsonl", "ab") as stream:
+        stream.write(b'\xff\xfe\n[1]\n{}\n{"step": "x"}\n{"step": null, "kind": "train"}\n{"kind": "train", "st')
+    ranks(tmp_path, *arguments[:-1]).check()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 def test_other_number_of_ranks_repeats_and_leaves_out_nothing(ranks: Ranks, tmp_path: Path) -> None:
     arguments = ("toy", RUN, "samples=48", "train.batch_size=8", "train.save_every_steps=2", "train.epochs=1")
     before, after = made(tmp_path, "before"), made(tmp_path, "after")

@@ -113,6 +113,21 @@ def test_what_has_changed_since_the_checkpoint_is_named(ranks: Ranks, tmp_path: 
     ]
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_steps_and_another_precision(ranks: Ranks, tmp_path: Path) -> None:
+    """The schedule of jobs.digits depends on the number of steps: it goes on as if it had been the new one all along."""
+    straight, changed = made(tmp_path, "straight"), made(tmp_path, "changed")
+    digits = ("jobs.digits", RUN, EVERY_STEP, "train.batch_size=256")  # 6 steps per epoch
+    ranks(straight, *digits, "train.epochs=3").check()
+    ranks(changed, *digits, "train.epochs=1").check()
+    ranks(changed, *digits, "train.epochs=2", "train.max_steps=8", "train.precision=fp16").check()
+    again = ranks(changed, *digits, "train.epochs=3").check()
+    assert "resuming at step 8 of 18" in again.logs[0]
+    rates, expected = ([(line["step"], line["lr"]) for line in lines(folder)] for folder in (changed, straight))
+    # the first step after a change has the rate that the schedule before it had come to
+    assert [step for step, _ in rates] == list(range(1, 19)) and rates[9:] == expected[9:] and rates[:6] != expected[:6]
+
+
 def test_code_that_has_changed_is_named() -> None:
     then: dict[str, Any] = {"versions": {"torch": "2.12.0"}, "code": {"jobs/a/job.py": "1", "jobs/a/old.py": "2"}}
     now = {"versions": {"torch": "2.13.0"}, "code": {"jobs/a/job.py": "3", "jobs/a/new.py": "2"}}

@@ -33,7 +33,7 @@ _WRAPPERS = re.compile(
 )
 _WAITS = re.compile(
     r"^_?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|reduce|gather|scatter|barrier|monitored_barrier|send"
-    r"|recv|batch_isend_irecv|backward)(_\w+)?$"
+    r"|recv|batch_isend_irecv|backward|await_rank_zero)(_\w+)?$"
 )
 
 

@@ -6,13 +6,15 @@ No other module calls a collective, so that the question "do all ranks come here
 from __future__ import annotations
 
 import atexit
+import itertools
+import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +40,10 @@ GIL to give up a tensor. Python's own reference lets go of the GIL for it, but D
 a traceback or a cycle, does not: were its reference the last one, that rank would hang (seen, about once in 50)."""
 atexit.register(_ended.clear)
 
+SAVE_PATIENCE = 6.0
+"""How many times longer than a collective may wait the ranks wait for a save of rank 0: as with launch.hang_timeout_s."""
+LOOKS_PER_S = 4000
+"""No more looks at the store than this from all ranks together."""
 ANSWER_S = 3.0
 """How long a rank whose collective timed out waits for the others to say that theirs did too."""
 
@@ -62,6 +68,7 @@ class World:
     device: torch.device
     timeout_s: float
     store: dist.Store | None = None
+    _waits: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -150,6 +157,43 @@ class World:
             raise
         self.broadcast((done, "", 0))
         return done
+
+    def await_rank_zero(self, act: Callable[[], object]) -> None:
+        """Return when `act` has returned on rank 0; every rank comes here.
+
+        For what may take longer than a collective may wait, as a save to a slow file system: the others wait in none.
+
+        Raises:
+            RankZeroFailed: on the other ranks, when `act` raised on rank 0 (which raises the cause itself).
+            CollectiveTimeout: rank 0 has not come to its end within SAVE_PATIENCE times train.timeout_s.
+        """
+        if self.store is None:
+            act()
+            return
+        key, patience_s = f"rank-zero/{next(self._waits)}", SAVE_PATIENCE * self.timeout_s
+        if self.is_rank_zero:
+            failed = [1, "ended"]
+            try:
+                act()
+                failed = []
+            except Exception as error:
+                failed = [error.exit_code if isinstance(error, HpcError) else 1, f"{type(error).__name__}: {error}"]
+                raise
+            finally:
+                self.store.set(key, json.dumps(failed))
+            return
+        deadline, wait_s = time.monotonic() + patience_s, 0.001
+        while not self.store.check([key]):  # not `wait`, which would keep the process group's threads from the store
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(
+                    f"rank {self.rank}: rank 0 has not ended a save within {patience_s:g} s ({SAVE_PATIENCE:g} times "
+                    f"train.timeout_s): look at the file system of the run directory, or raise train.timeout_s"
+                )
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, max(0.1, self.size / LOOKS_PER_S))
+        failed = json.loads(self.store.get(key))
+        if failed:
+            raise RankZeroFailed(f"rank 0 failed: {failed[1]}", failed[0])
 
     def blame(self, error: BaseException) -> CollectiveTimeout | None:
         """If `error` is a collective that timed out: the error that names the ranks that took no part in it.

@@ -165,7 +165,8 @@ class Loop:
         self.heartbeat.phase("save", None)
         if self._saved_at != self.position.step:
             self._save()
-        self.world.on_rank_zero(self.saving.finish)  # no rank leaves before the last save is durable
+        self.world.await_rank_zero(self.saving.finish)  # no rank leaves before the last save is durable
+        self.world.barrier()  # nor rank 0, which may serve the store, before the others know
         return Outcome(
             total_steps=self.total,
             steps=self.position.step - first,
@@ -292,7 +293,7 @@ class Loop:
         if save or evaluate:
             self._restart_clocks()
             if self.world.is_rank_zero or not save:
-                # the others' next step waits for rank 0, whose save may wait for the one before
+                # the others' next step waits for rank 0, which copies its state first
                 self.heartbeat.beat(step)
 
     def _restart_clocks(self) -> None:
@@ -309,6 +310,7 @@ class Loop:
         self.plan.save_begins(began)
         self._pace.save_begins()
         generators = self.world.gather(randomness.capture(self.world.device))
+        self.world.await_rank_zero(self.saving.finish)  # the save before this one: a slow file system may hold it up
         if generators is None:
             return
         parts = self.parts
@@ -319,6 +321,7 @@ class Loop:
             "scaler": parts.scaler.state_dict(),
             "random": generators,
             "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
+            "total": self.total,
             "made_with": self.made_with,
         }
         last = self.stopped or self.position.step == self.total
@@ -353,7 +356,7 @@ class Loop:
             self.world,
             batch_size=max(1, -(-self.data.sampler.micro_size // self.world.size)),
             workers=self.data.workers,
-            stop=self.stop.here if unfinished else lambda: False,
+            stop=self._stop_evaluating if unfinished else self._go_on_evaluating,
         )
         if results is None:
             self.stopped = True
@@ -365,6 +368,14 @@ class Loop:
             log.info("step %d/%d, epoch %d, held-out: %s", self.position.step, self.total, epoch + 1, text)
             figures = {"samples": self.data.held_out_samples, **self.results}
             self.metrics.note("eval", self.position.step, epoch, figures)
+
+    def _go_on_evaluating(self) -> bool:
+        """Between two batches of an evaluation: a sign of life, and no reason to stop."""
+        self.heartbeat.phase("evaluate", None)
+        return False
+
+    def _stop_evaluating(self) -> bool:
+        return self._go_on_evaluating() or self.stop.here()
 
 
 class Speed:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc.errors import HpcError
 from hpc.rundir import RunDirectory
+
+
+class MetricsError(HpcError):
+    """The figures of a run cannot be kept."""
 
 
 class Metrics:
@@ -26,32 +33,45 @@ class Metrics:
         self._first_step = 0
 
     def rewind(self, step: int) -> None:
-        """Forget what was noted after `step`: an attempt that resumes there will come by again."""
+        """Forget what was noted after `step`: an attempt that resumes there will come by again.
+
+        Raises:
+            MetricsError: names the file and the cause.
+        """
         self._first_step = step + 1
         path = self.run.metrics_file
-        lines = [line for line in read(path) if line.get("step", 0) <= step]
+        lines = [line for line in read(path) if line["step"] <= step]
         if not lines and not path.exists():
             return
         beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line) + "\n" for line in lines)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
+        with _told(path):
+            try:
+                with open(
+                    os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+                ) as stream:
+                    stream.writelines(json.dumps(line) + "\n" for line in lines)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(beside, path)
+            except OSError:
+                beside.unlink(missing_ok=True)
+                raise
 
     def note(self, kind: str, step: int, epoch: int, figures: Mapping[str, float | int]) -> None:
-        """Append one line, by one write."""
+        """Append one line, by one write.
+
+        Raises:
+            MetricsError: names the file and the cause.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         line = json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n"
-        descriptor = os.open(self.run.metrics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(descriptor, line.encode("ascii"))
-        finally:
-            os.close(descriptor)
-        board = self._tensorboard()
-        for name, value in figures.items():
-            if name not in ("time", "samples"):
-                board.add_scalar(f"{kind}/{name}", value, step)
+        with _told(self.run.metrics_file):
+            _append(self.run.metrics_file, line.encode("ascii"))
+        with _told(self.run.tensorboard):
+            board = self._tensorboard()
+            for name, value in figures.items():
+                if name not in ("time", "samples"):
+                    board.add_scalar(f"{kind}/{name}", value, step)
 
     def evaluation(self, step: int) -> dict[str, float] | None:
         """The metrics of the evaluation noted at `step`; None when there was none."""
@@ -61,8 +81,10 @@ class Metrics:
         return None
 
     def close(self) -> None:
+        """Write out what TensorBoard has yet to write; where that fails, metrics.jsonl has all of it."""
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
     def _tensorboard(self) -> Any:
         if self._writer is None:
@@ -76,8 +98,28 @@ class Metrics:
         return self._writer
 
 
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise what the file system refuses as a MetricsError that names the path and the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise MetricsError(
+            f"the figures of the run cannot be written to {path}: {error.strerror or error}; its checkpoints are untouched"
+        ) from error
+
+
+def _append(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; one torn by a crash is left out, and a missing file has none."""
+    """The lines of a metrics file that tell a step; one torn by a crash is left out, and a missing file has none."""
     lines: list[dict[str, Any]] = []
     try:
         data = path.read_bytes()
@@ -88,6 +130,6 @@ def read(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict):
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines

@@ -168,11 +168,34 @@ def _make_parts(
     scheduler = job.scheduler(optimizer, total)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
     if saved:
-        optimizer.load_state_dict(saved[1]["optimizer"])
-        if scheduler is not None and saved[1]["scheduler"] is not None:
-            scheduler.load_state_dict(saved[1]["scheduler"])
-        scaler.load_state_dict(saved[1]["scaler"])
+        then = saved[1]
+        optimizer.load_state_dict(then["optimizer"])
+        if scheduler is not None and then["scheduler"] is not None:
+            state = then["scheduler"]
+            if then.get("total", total) != total:  # more epochs than before, say
+                other = job.scheduler(job.optimizer(model), then["total"])
+                assert other is not None
+                state = _with_new_total(state, other.state_dict(), scheduler.state_dict())
+            scheduler.load_state_dict(state)
+        if then["scaler"]:  # of a run without fp16 it is empty
+            scaler.load_state_dict(then["scaler"])
     return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler)
+
+
+def _with_new_total(saved: Any, then: Any, now: Any) -> Any:
+    """The saved state of a schedule, but for what a new one has otherwise since the run has another number of steps.
+
+    `then` and `now`: the states of new schedules for the old and for the new number.
+    """
+    if isinstance(now, dict) and isinstance(then, dict) and isinstance(saved, dict):
+        kept = saved.keys() - now.keys() | {"_last_lr"}
+        return {
+            name: saved[name] if name in kept else _with_new_total(saved[name], then.get(name), now[name])
+            for name in saved
+        }
+    if isinstance(now, (list, tuple)) and isinstance(then, (list, tuple)) and len(saved) == len(then) == len(now):
+        return type(now)(map(_with_new_total, saved, then, now))
+    return saved if then == now else now
 
 
 def _not_begun(checkpoints: Checkpoints, world: World, record: Record, stop: Stop) -> Outcome:

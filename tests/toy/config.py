@@ -24,8 +24,9 @@ class Config:
     """Where each rank notes the ids of the samples it saw."""
     trouble: str = ""
     """"exit" (as soon as no save is under way), "raise", "sleep", "signal", "notice USR2 TERM" (this process signals
-    itself, 0.2 s apart), "disk" (a full disk: what calls gets that error), or "group TERM"
-    (the same to its process group, which is its own): what happens in the step `trouble_step` of rank `trouble_rank`."""
+    itself, 0.2 s apart), "disk" (a full disk: what calls gets that error), "readonly" (this
+    process alone sees the run directory as read-only from then on; needs root), or "group TERM" (as with "notice", to its
+    process group, which is its own): what happens in the step `trouble_step` of rank `trouble_rank`."""
     trouble_step: int = 0
     """Counted from 1 in each process: calls of the loss, or of what `trouble_at` says."""
     trouble_rank: int = 0

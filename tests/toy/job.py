@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import multiprocessing
@@ -132,6 +133,17 @@ def refuse_folder(path: str, *_: object, **__: object) -> None:
     raise FileExistsError(17, "a rank other than 0 makes a folder", path)
 
 
+def see_read_only(folder: str) -> None:
+    """From now on this process alone sees the folder as a node does whose file system has become read-only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, bind, remount = 0x20000, 0x44000, 0x1000, 0x1021  # sched.h, sys/mount.h
+    done = libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None)
+    done = done or libc.mount(folder.encode(), folder.encode(), None, bind, None)
+    done = done or libc.mount(None, folder.encode(), None, remount, None)
+    if done:
+        raise OSError(ctypes.get_errno(), "no namespace of its own can be made")
+
+
 def make_trouble(kind: str) -> None:
     kind, *names = kind.split()
     for number, name in enumerate(names):
@@ -139,6 +151,9 @@ def make_trouble(kind: str) -> None:
         target = 0 if kind == "group" else os.getpid()
         os.kill(target, signal.Signals[f"SIG{name}"])
     if kind in ("notice", "group"):
+        return
+    if kind == "readonly":
+        see_read_only(os.path.realpath("run"))
         return
     if kind == "disk":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
