@@ -13,6 +13,7 @@ may be able to put another one in its place: see `RunDirectory.open`.
 
 from __future__ import annotations
 
+import errno
 import grp
 import json
 import math
@@ -51,6 +52,7 @@ RECORD_LIMIT = 1 << 20
 TEXT_LIMIT = 16 * 1024
 """Characters of one text in an event that would be long: an exception may say any amount."""
 _TRIES = 20
+_TORN_LOOKS = 5
 _LINKS = 40
 """As many as the kernel follows: path_resolution(7)."""
 
@@ -172,6 +174,7 @@ class RunDirectory:
         no other one with it.
 
         Raises:
+            OSError: it cannot be written, or not whole.
             ValueError: the event is longer than 1 MiB all the same.
         """
         content = {"time": round(time.time(), 3), "event": event, **fields}
@@ -182,9 +185,9 @@ class RunDirectory:
             raise ValueError(f"an event of {len(data)} bytes: the record takes {RECORD_LIMIT}")
         descriptor = os.open(self.record_file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
-            os.write(descriptor, b"\n" + data if torn else data)
+            data = b"\n" + data if _is_torn(descriptor) else data
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.record_file))
         finally:
             os.close(descriptor)
 
@@ -201,6 +204,16 @@ class RunDirectory:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether a file ends in the middle of a line, and not only while another writer is at it."""
+    for _ in range(_TORN_LOOKS):
+        size = os.fstat(descriptor).st_size
+        if size == 0 or os.pread(descriptor, 1, size - 1) in (b"\n", b""):
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _line(event: dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -223,6 +224,27 @@ def test_a_step_that_is_kept_gives_the_budget_of_restarts_back(tmp_path: Path) -
     told = [killed(kept) for kept in (10, 20, 30, 30)]
     assert [decision.action.value for decision in told] == ["again", "again", "again", "fail"]
     assert all("restart 1 of 1" in decision.reason and decision.pause_s == 0 for decision in told[:3])
+
+
+def test_k19_a_record_that_cannot_be_written_stops_no_decision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: a limit on the size of files lets some bytes of the first event through, and then nothing."""
+    run_dir = RunDirectory.create(tmp_path, "run")
+    control = Controller(Allocation(), loaded(), run_dir)
+    control.folder.mkdir()
+    run_dir.append_event("started", attempt=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (run_dir.record_file.stat().st_size + 20, hard))
+    try:
+        decision = control._decide(End(code=3, started=True, reported=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert decision.reason == "the program exited 3"
+    said = capsys.readouterr().err
+    assert all(f"the record could not be written ({event})" in said for event in ("decided", "verdict")), said
+    run_dir.append_event("after")
+    assert [event["event"] for event in run_dir.events()] == ["started", "after"]
 
 
 # ---- with stand-ins for Slurm ----------------------------------------------------------------------------------------

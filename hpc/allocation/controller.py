@@ -16,6 +16,7 @@ from hpc import exitcodes
 from hpc.allocation import badnodes, preflight
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.history import lost_hosts, newest_checkpoint, stalled_attempts
+from hpc.allocation.journal import Journal
 from hpc.allocation.lost import down_nodes, lost_nodes, named
 from hpc.allocation.policy import Action, Decision, Ending, Limits, decide, made_steps
 from hpc.allocation.requeue import (
@@ -72,7 +73,7 @@ class Controller:
         """`code`: the directory that agents import from when it is not the working directory."""
         self.allocation, self.loaded, self.run_dir = allocation, loaded, run_dir
         self.ward = ward or Ward()
-        self.folder = run_dir.attempt(allocation.attempt)
+        self.journal, self.folder = Journal(run_dir), run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
         self.starts = Starts(allocation, loaded, self.step, self.python, code=code)
@@ -259,7 +260,7 @@ class Controller:
         without = exclude(self.allocation, lost, failed, say=complain)() if lost or failed else ()
         if without:
             self.say(f"Slurm has requeued the job without {', '.join(without)}")
-        self.run_dir.append_event(
+        self.journal.append(
             "ending",
             attempt=self.allocation.attempt,
             restart=self.restart,
@@ -321,7 +322,7 @@ class Controller:
             if any(event.get("event") == "ended" for event in news):
                 return end  # that one has noted it
         first = end.first
-        self.run_dir.append_event(
+        self.journal.append(
             "ended",
             attempt=self.allocation.attempt,
             job_id=self.allocation.job_id,
@@ -384,7 +385,7 @@ class Controller:
         decision = decide(ending, self.limits)
         why = "not fit" if first.get("unfit") else "lost"
         badnodes.write_down(allocation, dict.fromkeys(ending.lost_nodes, why), say=complain)
-        self.run_dir.append_event(
+        self.journal.append(
             "decided",
             attempt=allocation.attempt,
             restart=self.restart,
@@ -404,7 +405,7 @@ class Controller:
             comes_next=next_of(decision, self._code(decision, end), local=self.step.local),
             heard=self._heard.name if self._heard else None,
         )
-        self.run_dir.append_event("verdict", job_id=allocation.job_id, **self._verdict.event())
+        self.journal.append("verdict", job_id=allocation.job_id, **self._verdict.event())
         return decision
 
     def _code(self, decision: Decision, end: End) -> int:
@@ -471,7 +472,7 @@ class Controller:
         outcome = requeue(self.allocation, say=complain)
         if outcome is Requeued.QUEUED:
             without = act()
-            self.run_dir.append_event("requeued", attempt=attempt, job_id=run_id, exclude=list(without))
+            self.journal.append("requeued", attempt=attempt, job_id=run_id, exclude=list(without))
             more = f", without {', '.join(without)}" if without else ""
             self.say(f"{headline}; job {run_id} is back in the queue{more}")
             deadline = time.monotonic() + KILLED_WITHIN_S
