@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING
 from hpc.errors import HpcError, UsageError, print_any_text, printable, report
 
 if TYPE_CHECKING:
+    from hpc.allocation.allocation import Allocation
     from hpc.allocation.warden import Ward
+    from hpc.config import Loaded
     from hpc.rundir import RunDirectory
 
 
@@ -33,6 +36,10 @@ def main(argv: Sequence[str] | None = None, ward: Ward | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     print_any_text()
     try:
+        if arguments.last_word:
+            from hpc.allocation import lastword
+
+            return lastword.speak(arguments.run_dir)
         return launch(arguments, ward)
     except (HpcError, ModuleNotFoundError) as error:
         return report("hpc.launch", error)
@@ -48,6 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, action="append", default=[], help="a YAML file to merge")
     parser.add_argument("--local", action="store_true", help="run on this machine alone, ignoring Slurm's variables")
     parser.add_argument("--workdir", type=Path, help="change into this directory first")
+    parser.add_argument("--last-word", action="store_true", help=argparse.SUPPRESS)  # an agent says so
     parser.add_argument("words", nargs="*", metavar="JOB | key=value")
     words, command = split_command(argv)
     arguments = parser.parse_intermixed_args(words)
@@ -108,7 +116,8 @@ def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
             run_dir = RunDirectory.create(run_dir.path, "array", allocation.array_index, shared=shared)
     else:
         root, name = Path(loaded.config.run_root), directory_name(run_name(loaded.config))
-        run_dir = RunDirectory.create(root, name, allocation.run_id or None, shared=shared, local=local)
+        run_id = unused_id(root / name, allocation, loaded) if allocation.job_id else None
+        run_dir = RunDirectory.create(root, name, run_id, shared=shared, local=local)
     if not run_dir.config_file.exists():
         write_private(run_dir.config_file, loaded.to_yaml())
     if allocation.job_id:
@@ -117,6 +126,31 @@ def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
     if started_in is None:
         tell_changed_code(run_dir)
     return Controller(allocation, loaded, run_dir, code=started_in, ward=ward).run()
+
+
+def unused_id(stem: Path, allocation: Allocation, loaded: Loaded) -> str:
+    """The id of this job's run directory, `stem`-<job>; with other settings than those of the run that lies there, the next one.
+
+    Else the second of two trials in one allocation would go on with the first one's checkpoints. A job that was requeued
+    finds its own again; where none has its settings (somebody has edited the site's file, say), the first.
+    """
+    for number in itertools.count(1):
+        run_id = allocation.run_id if number == 1 else f"{allocation.run_id}-{number}"
+        config_file = Path(f"{stem}-{run_id}") / "config.yaml"
+        try:
+            same = config_file.read_text(encoding="utf-8") == loaded.to_yaml()
+        except FileNotFoundError:
+            if allocation.restarts:
+                return allocation.run_id
+            break
+        except (OSError, ValueError):
+            break  # what is wrong with it is told where the directory is opened
+        if same:
+            break
+    if number > 1:
+        told = f"{stem}-{allocation.run_id} is a run of this job with other settings; this one is {stem}-{run_id}"
+        print(f"hpc.launch: {printable(told)}", flush=True)
+    return run_id
 
 
 def tell_changed_code(run_dir: RunDirectory) -> None:

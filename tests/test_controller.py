@@ -20,7 +20,8 @@ from hpc.allocation.step import agent_command, for_srun, plan_step, step_command
 from hpc.allocation.verdict import End
 from hpc.config import Loaded
 from hpc.errors import EnvironmentMismatch
-from hpc.rundir import RunDirectory
+from hpc.launch import unused_id
+from hpc.rundir import RunDirectory, write_private
 from hpc.schema import Config, LaunchConfig
 
 STUBS = ROOT / "tests" / "fake_slurm" / "bin"
@@ -245,6 +246,20 @@ def test_k19_a_record_that_cannot_be_written_stops_no_decision(
     assert all(f"the record could not be written ({event})" in said for event in ("decided", "verdict")), said
     run_dir.append_event("after")
     assert [event["event"] for event in run_dir.events()] == ["started", "after"]
+
+
+def test_k17_each_trial_of_an_allocation_has_a_directory_and_finds_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two learning rates tried in one salloc: the second would have gone on with the checkpoints of the first."""
+    first, second = (loaded(("train.py", "--lr", rate)) for rate in ("0.1", "0.2"))
+    job, requeued = Allocation(job_id="7"), Allocation(job_id="7", restarts=1)
+    for trial, wanted in ((first, "7"), (first, "7"), (second, "7-2"), (first, "7"), (second, "7-2")):
+        assert unused_id(tmp_path / "train", job, trial) == wanted
+        write_private(RunDirectory.create(tmp_path, "train", wanted).config_file, trial.to_yaml())
+    assert capsys.readouterr().out.count("train-7 is a run of this job with other settings; this one is") == 2
+    assert unused_id(tmp_path / "train", requeued, second) == "7-2"
+    assert unused_id(tmp_path / "train", requeued, loaded(("train.py", "--lr", "0.3"))) == "7"
 
 
 # ---- with stand-ins for Slurm ----------------------------------------------------------------------------------------
