@@ -26,6 +26,8 @@ TOGETHER_S = 2.0
 """Ranks that print the same within this time are shown on one line."""
 PENDING_LIMIT = 2000
 READ_EVERY_S = 0.5
+REST = 4.0
+"""Following rests so many times as long as looking took: the logs of thousands of ranks are as many files to be opened."""
 _CHUNK = 1 << 16
 _LAST_MOMENT = 1e11
 """In the year 5138: a record that tells of a later one is damaged."""
@@ -86,7 +88,8 @@ class RankLog:
         """Whole lines that are new; with `final` also one at the end that has no line break."""
         while True:
             data = _read(self.path, self._position)
-            self._read_times()  # after the log: a time is written before its lines
+            if data:
+                self._read_times()  # after the log: a time is written before its lines
             begin = self._position - len(self._partial)
             self._position += len(data)
             text = self._partial + data
@@ -257,15 +260,18 @@ def follow(run: RunDirectory, asked: Asked, say: Callable[[str], None]) -> None:
     logs = Logs(run, asked, say)
     told = False
     while True:
+        began = time.monotonic()
         over = _is_over(run.events())
-        if logs.show(final=over):
+        some = logs.show(final=over)
+        took = time.monotonic() - began
+        if some and took < READ_EVERY_S:
             continue
-        if over:
+        if over and not some:
             return
         if not told and not any(run.path.glob("attempt-*/rank-*.log")):
             told = True
             say("no rank has started yet; waiting")
-        time.sleep(READ_EVERY_S)
+        time.sleep(max(READ_EVERY_S, REST * took))
 
 
 def error_lines(run: RunDirectory, asked: Asked) -> Iterator[str]:
