@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,12 @@ def test_hostile_reason_stays_one_line(quick: None, monkeypatch: pytest.MonkeyPa
     pending = {"JobState": "PENDING", "Reason": "x\x1b[2J\ny"}
     _, told = _follow(monkeypatch, [pending, {"JobState": "COMPLETED"}])
     assert all(line.isprintable() for line in told)
+
+
+def test_a_job_that_runs_on_is_asked_about_less_often(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "CALM_AFTER_S", 0.0)
+    monkeypatch.setattr(follow, "ASK_CALMLY_EVERY_S", 0.4)
+    began = time.monotonic()
+    running, done = {"JobState": "RUNNING", "NodeList": "n1"}, {"JobState": "COMPLETED", "ExitCode": "0:0"}
+    code, _ = _follow(monkeypatch, [running, running, done])
+    assert code == 0 and time.monotonic() - began >= 0.8

@@ -16,6 +16,9 @@ from hpc.slurm.states import JobState, parse_state
 
 READ_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
+ASK_CALMLY_EVERY_S = 10.0
+CALM_AFTER_S = 60.0
+"""Without a new state for so long Slurm's controller, which all users share, is asked less often."""
 COME_BACK_S = 20.0
 """How long a preempted job, or one whose node failed, is watched for its return to the queue."""
 UNKNOWN_LIMIT = 5
@@ -58,6 +61,7 @@ class _Follower:
         self.tell = tell
         self.position = 0
         self.shown = ""
+        self.changed = time.monotonic()
         self.fields: dict[str, str] = {}
         self.state: JobState | None = None
         self.unknown = 0
@@ -72,7 +76,8 @@ class _Follower:
             if time.monotonic() >= ask_at:
                 if self._ask_state():
                     break
-                ask_at = time.monotonic() + ASK_EVERY_S
+                calm = time.monotonic() - self.changed > CALM_AFTER_S
+                ask_at = time.monotonic() + (ASK_CALMLY_EVERY_S if calm else ASK_EVERY_S)
             if not grew:
                 time.sleep(READ_EVERY_S)
         self._drain()
@@ -111,7 +116,7 @@ class _Follower:
         elif state.is_running:
             line += f" on {self.fields.get('NodeList', '?')}"
         if line != self.shown:
-            self.shown = line
+            self.shown, self.changed = line, time.monotonic()
             self.tell(printable(line))
 
     def _copy_output(self) -> bool:
