@@ -104,7 +104,7 @@ def gpu_request(text: str) -> tuple[str | None, int]:
     """
     bare = text.strip()
     match = _GPUS.fullmatch(bare)
-    if not match:
+    if not match or (match["type"] or "").lower() == "gpu":
         if bare.lower() in ("none", "no", "false", "null"):
             raise ValueError("a count such as 4; for a job without GPUs write null")
         if bare.lower().startswith("gpu:"):
@@ -145,6 +145,11 @@ def signal_name(text: str) -> str:
     if name in WARNING_SIGNALS:
         return name
     listed = ", ".join(WARNING_SIGNALS)
+    bare = name.rpartition(":")[2].partition("@")[0].removeprefix("SIG")
+    if bare != name and bare in WARNING_SIGNALS:
+        raise ValueError(
+            f"the signal's name alone, {bare}: all ranks get it, slurm.signal_lead_s=SECONDS before the end"
+        )
     if name in ("KILL", "STOP"):
         raise ValueError(f"a signal that a program can handle, one of {listed} (nothing can handle {name})")
     if name.isdigit():

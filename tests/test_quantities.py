@@ -126,6 +126,7 @@ def test_gpus(text: str, kind: str | None, count: int) -> None:
         ("a100", "a100:4"),
         ("h100", "h100:4"),
         ("gpu:a100:4", "write a100:4"),
+        ("gpu:4", "write 4"),
         ("none", "write null"),
         ("a100:2,v100:2", "a100:4"),
         ("9999", "at most 1024"),
@@ -143,7 +144,13 @@ def test_signal(text: str) -> None:
     assert quantities.signal_name(text) == "USR2"
 
 
-@pytest.mark.parametrize("text", ["KILL", "SIGKILL", "STOP", "10", "USR3", "", "USR2@5", "USR2\n#SBATCH --x"])
+@pytest.mark.parametrize("text", ["KILL", "SIGKILL", "STOP", "10", "USR3", "", "USR2\n#SBATCH --x"])
 def test_q10_no_signal_for_a_handler(text: str) -> None:
     with pytest.raises(ValueError, match="USR1, USR2, TERM"):
+        quantities.signal_name(text)
+
+
+@pytest.mark.parametrize("text", ["USR2@5", "B:USR2@120", "SIGUSR2@5", "R:USR2"])
+def test_q10_sbatchs_whole_notation_says_where_the_seconds_go(text: str) -> None:
+    with pytest.raises(ValueError, match="name alone, USR2:.*signal_lead_s"):
         quantities.signal_name(text)
