@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from steps import ROOT, step_environ
 
 from hpc.node.streams import WorkerStream, open_log
@@ -56,6 +57,22 @@ def test_signals_lose_nothing_of_what_is_shown() -> None:
     assert b"".join(seen) == TEXT
     stream.close()
     os.close(reader)
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_a_line_without_end_is_not_cut_through_a_character(tmp_path: Path, cut: int) -> None:
+    screen = os.open(tmp_path / "screen", os.O_WRONLY | os.O_CREAT)
+    stream = WorkerStream(None, screen, b"[rank 0] ")
+    text = (b"x" * cut + "实验é😀".encode() * 2000)[:20_001]
+    os.write(stream.writer, text)
+    stream.copy()
+    stream.close_writer()
+    stream.finish()
+    os.close(screen)
+    shown = (tmp_path / "screen").read_bytes()
+    *lines, last = shown.split(b"\n")[:-1]
+    assert [line.decode().startswith("[rank 0] ") for line in lines] == [True]  # decodes: nothing was cut
+    assert b"".join(line.removeprefix(b"[rank 0] ") for line in (*lines, last)) == text
 
 
 def test_the_workers_exit_code_counts_though_nothing_can_be_shown(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ class Agent:
         """End what still runs because another rank has failed: it is no notice, and the training core takes it for none."""
         for worker in self.workers:
             if worker.fault is not None and worker.code is None:
-                os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
+                worker.kill()
         if self.starter.target.is_training:
             self._end(signal.SIGKILL, 1.0)
         else:
@@ -262,7 +262,7 @@ class Agent:
         elif self.state is State.ENDING:
             for worker in self.workers:
                 if worker.code is None:
-                    os.killpg(worker.pid, signal.SIGKILL)  # a session leader of ours, not yet waited for
+                    worker.kill()
             self._deadline.set(1.0)
         elif self._told_over is None:  # OVER, and the other agents' last word has not come
             self._missing = True

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIGKILL, Signals
 
 from hpc import beats, exitcodes
 from hpc.errors import printable
@@ -44,6 +44,13 @@ class Worker:
     fault: str | None = None
     """Why its agent has ended it: stopped, or hung."""
     code: int | None = None
+
+    def kill(self) -> None:
+        """Kill its process group. It is a child of the agent, not yet waited for: the number cannot be another's."""
+        try:
+            os.killpg(self.pid, SIGKILL)
+        except ProcessLookupError:  # a fork that leads no session yet
+            os.kill(self.pid, SIGKILL)
 
 
 class Starter:

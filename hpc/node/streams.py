@@ -44,7 +44,7 @@ class WorkerStream:
         # a progress bar ends its line with a carriage return: each state of it becomes a line of its own
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         if not end and len(text) > LINE_LIMIT:
-            end = len(text)
+            end = _whole_characters(text)
         whole, self._partial = text[:end], text[end:]
         lines = [line for line in whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")]
         if lines and not lines[-1]:
@@ -101,6 +101,14 @@ class RankLog:
         os.close(self._descriptor)
         if self._times is not None:
             os.close(self._times)
+
+
+def _whole_characters(text: bytes) -> int:
+    """How much of a text can be cut off without cutting through a character of UTF-8. Source: utf-8(7)."""
+    for back in range(1, 5):
+        if text[-back] & 0xC0 != 0x80:  # no byte that continues a character
+            return len(text) - back if text[-back] >= 0xC0 else len(text)
+    return len(text)
 
 
 def _write_all(descriptor: int, data: bytes) -> int:
