@@ -146,7 +146,7 @@ class TrainConfig:
     """Checkpoints of steps that are a multiple of this are never removed."""
     log_every_steps: int = 10
     timeout_s: float = 600.0
-    """How long a collective may wait before the process group gives up, in seconds."""
+    """How long a collective may wait before the process group gives up, in seconds. For a save the ranks wait six times as long."""
 
     def __post_init__(self) -> None:
         """Refuse values that no training can have.
