@@ -97,6 +97,15 @@ def check(command: Sequence[str]) -> None:
         )
     if words[0].endswith(".py") and not os.path.isfile(words[0]):
         raise UsageError(f"no script {words[0]!r} in {os.getcwd()}: give its path from there, or an absolute one")
+    if not words[0].strip():
+        raise UsageError("an empty word follows --; a script or a program was needed")
+    there = os.path.exists(words[0])  # an absolute path may be there on the nodes alone
+    if os.sep in words[0] and not os.path.isfile(words[0]) and (there or not os.path.isabs(words[0])):
+        raise UsageError(
+            f"no program {words[0]!r} in {os.getcwd()}: {'it is no file' if there else 'give its path from there'}"
+        )
+    if os.sep in words[0] and there and not words[0].endswith((".py", ".pyc")) and not os.access(words[0], os.X_OK):
+        raise UsageError(f"{words[0]!r} may not be executed: chmod +x it, or put its interpreter before it")
 
 
 def _is_this_python(word: str) -> bool:

@@ -15,6 +15,7 @@ HpcError                      exit code
 """
 
 import io
+import os
 import sys
 
 from hpc import exitcodes
@@ -103,12 +104,24 @@ def print_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def check_working_directory() -> None:
+    """Refuse to begin in a directory that somebody has removed, or whose file system has gone.
+
+    Raises:
+        UsageError: it cannot be named any more.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working directory is not there any more ({error.strerror}); cd to another one") from None
+
+
 def unreadable(error: OSError) -> UsageError:
-    """For the doors that only read a run: it cannot be read."""
+    """For the doors: what cannot be read or written, as a refusal."""
     hint = (
         "; a run is its owner's alone, unless the owner opens it (chmod)" if isinstance(error, PermissionError) else ""
     )
-    return UsageError(f"{error.filename or 'the run'}: {error.strerror or error}{hint}")
+    return UsageError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}{hint}")
 
 
 def report(door: str, error: HpcError | ModuleNotFoundError) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc.errors import HpcError, UsageError, print_any_text, printable, report
+from hpc.errors import HpcError, UsageError, check_working_directory, print_any_text, printable, report
 
 if TYPE_CHECKING:
     from hpc.allocation.allocation import Allocation
@@ -80,6 +80,7 @@ def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
     from hpc.rundir import WORKDIR_VARIABLE, RunDirectory, check_own, directory_name, run_name, write_private
 
     started_in = None
+    check_working_directory()
     if arguments.workdir is not None:
         started_in = os.getcwd()  # the copy of the code: agents import from it, and change over as this does
         try:

@@ -7,6 +7,7 @@ runs it here. Prints the job id, the run directory, and the commands to follow, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import shlex
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpc import exitcodes
-from hpc.errors import HpcError, UsageError, print_any_text, printable, report
+from hpc.errors import HpcError, UsageError, check_working_directory, print_any_text, printable, report, unreadable
 
 if TYPE_CHECKING:
     from hpc.config import Loaded
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_any_text()
     try:
         asked = _parser().parse_intermixed_args(words[:cut])
+        check_working_directory()
         job, overrides = _split(asked.words)
         if cut < len(words) - 1 and job is not None:
             raise UsageError(f"both a job ({job}) and a command (after --) are given; leave one out")
@@ -105,6 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exitcodes.INTERRUPTED
     except BrokenPipeError:  # the reader of --dry-run has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if sent is None:
+            return report(DOOR, unreadable(error))
+        _tell(f"job {sent.job_id} was submitted, but this could not be printed: {error.strerror}")
         return 0
 
 
@@ -208,5 +215,7 @@ def _given(asked: argparse.Namespace) -> dict[str, object]:
 if __name__ == "__main__":
     gc.disable()  # a process of half a second: collecting, and taking modules apart at the end, are a fifth of it
     status = main()
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
     os._exit(status)

@@ -57,6 +57,13 @@ def test_l04_launchers_are_refused_wherever_they_are_typed(command: list[str]) -
         check(command)
 
 
+@pytest.mark.parametrize("command", [["nothere.py"], ["./nothere"], ["./no-suffix"], ["/etc"], [""], [" ", "x"]])
+def test_what_is_seen_to_be_wrong_is_refused_where_it_is_typed(command: list[str]) -> None:
+    with pytest.raises(UsageError):
+        check(command)
+    check(["/only/on/the/nodes", "x"])
+
+
 @pytest.mark.parametrize("command", [["nothere.py"], ["./nothere"], ["no-suffix"], ["-m"], ["/etc"]])
 def test_what_cannot_be_run_is_named(command: list[str]) -> None:
     with pytest.raises(UsageError):

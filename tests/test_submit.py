@@ -53,6 +53,25 @@ def test_x07_a_screen_that_lacks_a_character_stops_nobody(shell: Shell) -> None:
     assert shell.submit("--dry-run", "--name", "dédé-实验", PYTHONIOENCODING="ascii").returncode == 0
 
 
+@pytest.mark.slow
+def test_a_screen_or_a_directory_that_has_gone_is_told_in_one_line(shell: Shell) -> None:
+    def bash(line: str) -> subprocess.CompletedProcess[str]:
+        line = line.replace("SUBMIT", f"{sys.executable} -m hpc.submit {' '.join(AS_ROOT)}")
+        return subprocess.run(
+            ["bash", "-c", line], cwd=shell.folder, env=shell.environ, capture_output=True, text=True, timeout=90
+        )
+
+    done = bash("SUBMIT >/dev/full")
+    assert done.returncode == 0 and "job 101 was submitted, but" in done.stderr and done.stderr.count("\n") == 1
+    assert (bash("SUBMIT >&-").returncode, shell.submissions()) == (0, 2)
+    for line in ("SUBMIT --dry-run >/dev/full", "mkdir gone; cd gone; rmdir ../gone; SUBMIT"):
+        done = bash(line)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and shell.submissions() == 2, done.stderr
+    done = shell.send("run_root=" + "a" * 300)
+    assert done.returncode == 2 and "File name too long" in done.stderr and done.stderr.count("\n") == 1
+    assert "is no program here" in shell.send("launch.python=/nowhere/python").stderr
+
+
 def test_a_job_of_another_cluster_is_looked_for_there(shell: Shell) -> None:
     """Here, its number may be another job's."""
     done = shell.send("slurm.extra.clusters=c2", "slurm.exclude_failed_h=0")

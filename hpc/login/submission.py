@@ -121,7 +121,7 @@ def send(loaded: Loaded) -> Sent:
         files=len(manifest.files),
     )
     notes = [*inherited.warnings, *plan.notes, *_snapshot_notes(loaded, manifest)]
-    notes += [note for note in (too_long, left_out.note) if note]
+    notes += [note for note in (too_long, left_out.note, _python_note(plan.place.python)) if note]
     is_array = any(key == "array" for key, _ in plan.directives)
     output = output_file(plan.run_dir, f"{job_id}_*" if is_array else job_id)
     return Sent(job_id=job_id, plan=plan, output=output, notes=tuple(notes))
@@ -311,15 +311,23 @@ def _interpreter(asked: str | None) -> str:
     return os.path.abspath(os.path.expanduser(found))
 
 
+def _python_note(python: str) -> str | None:
+    if os.access(python, os.X_OK):
+        return None
+    return (
+        f"{printable(python)} (launch.python) is no program here; the job ends at once where its node has none either"
+    )
+
+
 def _make_directory(loaded: Loaded, *, local: bool = False) -> _Made:
     config, shared = loaded.config, loaded.config.run_root_shared
     wanted = Path(os.path.abspath(config.run_root if config.run_dir is None else Path(config.run_dir).parent))
-    missing = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    missing = [path for path in (wanted, *wanted.parents) if not os.path.exists(path)]
     if config.run_dir is None:
         directory = RunDirectory.create(wanted, directory_name(run_name(config)), shared=shared, local=local)
         return _Made(directory, missing[-1] if missing else directory.path)
     path = Path(os.path.abspath(config.run_dir))
-    if path.exists():
+    if os.path.exists(path):
         return _Made(opened := RunDirectory.open(path, shared=shared, local=local), None, _contents(opened))
     directory = RunDirectory.make(path, shared=shared, local=local)
     return _Made(directory, missing[-1] if missing else path)
