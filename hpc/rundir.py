@@ -45,6 +45,8 @@ SECRET_VARIABLE = "HPC_SECRET"
 """What only the agents of one start know; never handed on to workers."""
 STANDBY_VARIABLE = "HPC_STANDBY"
 """The name of the socket by which rank zero's agent tells the controller that it waits for its word."""
+STANDING_VARIABLE = "HPC_STANDING"
+"""What a controller has to know that goes on for a killed one, as JSON."""
 WORKDIR_VARIABLE = "HPC_WORKDIR"
 """The directory to work in, for a process that was started in the copy of the code so that it imports from there."""
 RECORD_LIMIT = 1 << 20

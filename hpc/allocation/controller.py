@@ -46,6 +46,7 @@ from hpc.rundir import (
     END_TIME_VARIABLE,
     RESTART_VARIABLE,
     RUN_DIR_VARIABLE,
+    STANDING_VARIABLE,
     RunDirectory,
 )
 from hpc.slurm import killwait
@@ -76,7 +77,7 @@ class Controller:
         self.journal, self.folder = Journal(run_dir), run_dir.attempt(allocation.attempt)
         self.step = plan_step(allocation, loaded)
         self.python = loaded.config.launch.python or sys.executable
-        self.starts = Starts(allocation, loaded, self.step, self.python, code=code)
+        self.starts = Starts(allocation, loaded, self.step, self.python, code=code, guarded=self.ward.is_guarded)
         self.limits = Limits(
             max_restarts=loaded.config.launch.max_restarts, retry_failures=loaded.config.launch.retry_failures
         )
@@ -150,16 +151,15 @@ class Controller:
 
     def _sweep(self) -> None:
         """Every node, after the attempt; between two starts the agents of the next one do it."""
-        if self.step.local:
+        if self.step.local or not self.starts.mark:
             return
-        hurried = self._notice is not None or self._keyboard
         lines = sweep(
             self.allocation,
             self.starts.mark,
             python=self.python,
             environ=agent_environ(self.step, self.loaded, {}),
             without=self._lost,
-            limit_s=5.0 if hurried else LIMIT_S,
+            limit_s=5.0 if self._notice is not None or self._keyboard else LIMIT_S,
         )
         for line in lines:
             complain(line)
@@ -196,6 +196,7 @@ class Controller:
             ATTEMPT_VARIABLE: str(self.allocation.attempt),
             RESTART_VARIABLE: str(self.restart),
             BEGAN_VARIABLE: f"{self.start_began:.0f}",
+            STANDING_VARIABLE: self.ward.standing,
         }
         return told if self.end_time is None else {**told, END_TIME_VARIABLE: f"{self.end_time:.0f}"}
 

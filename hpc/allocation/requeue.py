@@ -32,7 +32,8 @@ ANSWER_LIMIT_S = 10.0
 RESUBMIT_LIMIT_S = 120.0
 KILLED_WITHIN_S = 60.0
 """How long after a requeue Slurm may take to end the batch step."""
-_BATCH_KILLED = ("JobLaunchFailure", "RaisedSignal")
+BATCH_KILLED = "the death of its batch script"
+_TOLD_AS = ("JobLaunchFailure", "RaisedSignal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,8 @@ def _cut_short(fields: Mapping[str, str], state: JobState) -> str | None:
     """
     if not (state.is_completing or state is JobState.FAILED):
         return None
-    if fields.get("Reason", "").startswith(_BATCH_KILLED) and re.fullmatch("0:[1-9][0-9]*", fields.get("ExitCode", "")):
-        return "the death of its batch script"
+    if fields.get("Reason", "").startswith(_TOLD_AS) and re.fullmatch("0:[1-9][0-9]*", fields.get("ExitCode", "")):
+        return BATCH_KILLED
     if not state.is_completing:
         return None
     if fields.get("Reason") == "TimeLimit":

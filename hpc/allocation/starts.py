@@ -17,7 +17,18 @@ from hpc.rundir import MARK_VARIABLE, SECRET_VARIABLE, STANDBY_VARIABLE
 class Starts:
     """Starts one after the other; between two of them a step may stand by."""
 
-    def __init__(self, allocation: Allocation, loaded: Loaded, step: Step, python: str, *, code: str | None) -> None:
+    def __init__(
+        self,
+        allocation: Allocation,
+        loaded: Loaded,
+        step: Step,
+        python: str,
+        *,
+        code: str | None,
+        guarded: bool = False,
+    ) -> None:
+        """`guarded`: a warden ends a step whose controller has died."""
+        self._guarded = guarded
         self._allocation, self._loaded, self._step, self._python, self._code = allocation, loaded, step, python, code
         self._standing: RunningStep | None = None
         self.mark = ""
@@ -45,7 +56,14 @@ class Starts:
             told[STANDBY_VARIABLE] = listener.name
         argv = step_command(self._step, agent_command(self._step, self._loaded, self._python))
         environ = agent_environ(self._step, self._loaded, told)
-        child = start_step(argv, environ, cwd=self._code, local=self._step.local, told=listener is not None)
+        child = start_step(
+            argv,
+            environ,
+            cwd=self._code,
+            local=self._step.local,
+            told=listener is not None,
+            guarded=self._guarded,
+        )
         grace_s = self._loaded.config.launch.grace_s
         return RunningStep(child, batch_job=batch_job, grace_s=grace_s, on_end=on_end, listener=listener)
 

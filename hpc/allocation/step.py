@@ -178,10 +178,12 @@ def start_step(
     local: bool,
     piped: bool = False,
     told: bool = False,
+    guarded: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start srun, or the agent itself when `local`; it ends when this process dies, however it dies.
 
-    `piped`: this process writes its standard input and reads its standard output; `told`: it only writes.
+    `piped`: this process writes its standard input and reads its standard output; `told`: it only writes. `guarded`: a
+    warden ends it, unless that has died as well: then Slurm ends the job, and the agents get its grace.
 
     Raises:
         NeverStarted: it is missing or may not be executed.
@@ -190,8 +192,9 @@ def start_step(
     libc = ctypes.CDLL(None)
 
     def in_child() -> None:
-        # srun passes SIGTERM on to its tasks; the agent knows SIGHUP from a lost launcher
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP if local else signal.SIGTERM), 0, 0, 0)
+        # srun takes SIGTERM for an order to end the step by force; the agent knows SIGHUP from a lost launcher
+        if not guarded:
+            libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP if local else signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(exitcodes.UNAVAILABLE)
         if local:

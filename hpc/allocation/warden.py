@@ -2,8 +2,8 @@
 
 A job ends with its batch script, so the controller may not be the batch script itself. `stand` forks before anything
 large is imported: the parent, the warden, only waits, passes signals on, and ends as the controller ends. The controllers
-are its children, one after the other. What a killed one has started (srun gets SIGTERM by its PR_SET_PDEATHSIG) becomes
-the warden's, and has ended before the next controller begins; that one is told what the last one had told the warden.
+are its children, one after the other. What a killed one has started becomes the warden's: its srun is told to end the
+step, and when nothing is left the next controller begins, told what the last one had told the warden.
 
 Slurm sends the signals of a batch step to every process in it (proctrack/linuxproc), or to the batch script alone
 (proctrack/cgroup), and a terminal to its foreground: so the warden passes each one on as a real-time signal, and the
@@ -14,6 +14,7 @@ Source: prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; signal(7), "Real-
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -41,6 +42,7 @@ TWICE_S = 1.0
 """The same signal directly and through the warden within so many seconds is one. srun takes SIGINT twice for an order."""
 STEP_ENDS_S = 90.0
 """How long what a killed controller has started may take to end; then it is killed."""
+LOOK_S = 1.0
 STILLBORN_LIMIT = 3
 """Controllers in a row that are killed before they have started anything: then the job ends."""
 _SETTING_LIMIT = 65536
@@ -80,11 +82,18 @@ class Ward:
         self.past = past
         self.is_orphaned = False
         """The warden has died, and with it the batch script."""
+        self.standing = "null"
+        """What was told last, as JSON."""
         self._store = store
         self._early: list[int] = []
         self._unpaired: dict[int, tuple[bool, float]] = {}
         self._numbers: frozenset[int] = frozenset()
         self._hear: Callable[[int, FrameType | None], None] | None = None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a warden has started this process."""
+        return self._store is not None
 
     def listen(self, numbers: Iterable[int], hear: Callable[[int, FrameType | None], None]) -> None:
         """Have `hear` called as a handler for each of these signals from now on, and for those that have come already.
@@ -104,8 +113,9 @@ class Ward:
 
     def tell(self, standing: Mapping[str, Any]) -> None:
         """What the next controller has to know of this one, should it be killed from now on."""
+        self.standing = json.dumps(standing)
         if self._store is not None:
-            os.pwrite(self._store, json.dumps(standing).encode() + b"\n", 0)  # whole, whenever this process is killed
+            os.pwrite(self._store, self.standing.encode() + b"\n", 0)  # whole, whenever this process is killed
 
     def _note_early(self) -> None:
         for number in PASSED_ON:
@@ -208,7 +218,8 @@ class _Warden:
         return standing if isinstance(standing, dict) else None
 
     def _wait_for_step(self) -> None:
-        """Until nothing is left of what the controller had started; what does not end is killed."""
+        """End the step, and wait until nothing is left of what the controller had started; what does not end is killed."""
+        told: set[int] = set()
         for last in (False, True):
             deadline = time.monotonic() + STEP_ENDS_S
             while (left := deadline - time.monotonic()) > 0:
@@ -217,21 +228,33 @@ class _Warden:
                         pass
                 except ChildProcessError:
                     return
-                info = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, left)
+                for pid in [pid for pid in _children() if pid not in told and _starts_agents(pid)]:
+                    told.add(pid)
+                    os.kill(pid, signal.SIGTERM)  # a child of ours, not yet waited for
+                info = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, min(left, LOOK_S))
                 if info is not None and info.si_signo != signal.SIGCHLD:
                     self._heard[info.si_signo] = None
-            if not last:
-                self._kill_children()
+            for pid in [] if last else _children():
+                os.kill(pid, signal.SIGKILL)
 
-    def _kill_children(self) -> None:
-        path = f"/proc/self/task/{os.getpid()}/children"
-        try:
-            with open(path, encoding="ascii") as stream:
-                children = stream.read().split()
-        except OSError:
-            return
-        for pid in children:
-            os.kill(int(pid), signal.SIGKILL)  # not yet waited for
+
+def _children() -> list[int]:
+    """Field 4 of proc_pid_stat(5) is the parent."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as stream:
+            if int(stream.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(pid))
+    return found
+
+
+def _starts_agents(pid: int) -> bool:
+    """Whether this is the srun of a step: an agent's command stands in its own."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as stream:
+            return b"hpc.node" in stream.read().split(b"\0")
+    except OSError:
+        return False
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,7 @@ import signal
 
 from hpc import exitcodes
 from hpc.errors import HpcError
-from hpc.node import leftovers, signals
+from hpc.node import lastword, leftovers, signals
 from hpc.node.agent import Agent
 from hpc.node.environment import TaskEnvironment
 from hpc.node.settings import AgentSettings
@@ -42,6 +42,9 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
         finally:
             leftovers.end_descendants()  # whatever has come in between: the screen can be gone before this process
             agent.tidy.end()
+        if standby is not None and task.job_id and task.task_rank == 0 and standby.is_deserted():
+            lastword.speak(settings.code)
+            return code
         ends_well = code in (exitcodes.DONE, exitcodes.WANTS_ANOTHER_ATTEMPT)
         # once a step has gone on, its exit code may tell of an earlier start: the controller hears of this one in any case
         if standby is None or not (agent.is_complete if gone_on else agent.can_go_on and not ends_well):

@@ -48,6 +48,18 @@ class Standby:
         except OSError:
             return False
 
+    def is_deserted(self) -> bool:
+        """Rank zero's agent: whether the controller that it was started by is dead."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(ANSWER_S)
+                sock.connect(f"\0{self._name}")
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def fileno(self) -> int:
         return self._descriptor
 
