@@ -22,7 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc.errors import HpcError, UsageError, check_working_directory, print_any_text, printable, report
+from hpc.errors import (
+    HpcError,
+    RunDirectoryError,
+    UsageError,
+    check_working_directory,
+    print_any_text,
+    printable,
+    report,
+)
 
 if TYPE_CHECKING:
     from hpc.allocation.allocation import Allocation
@@ -124,6 +132,10 @@ def launch(arguments: argparse.Namespace, ward: Ward | None = None) -> int:
     if allocation.job_id:
         before = history.attempts_of_earlier_jobs(run_dir.events(), allocation.job_id)
         allocation = dataclasses.replace(allocation, attempt=before + allocation.restarts)
+    try:
+        run_dir.attempt(allocation.attempt).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"{error.filename}: {error.strerror}; the run directory must be writable") from None
     if started_in is None:
         tell_changed_code(run_dir)
     return Controller(allocation, loaded, run_dir, code=started_in, ward=ward).run()

@@ -20,7 +20,7 @@ from hpc.allocation.step import agent_command, for_srun, plan_step, step_command
 from hpc.allocation.verdict import End
 from hpc.config import Loaded
 from hpc.errors import EnvironmentMismatch
-from hpc.launch import unused_id
+from hpc.launch import main, unused_id
 from hpc.rundir import RunDirectory, write_private
 from hpc.schema import Config, LaunchConfig
 
@@ -260,6 +260,15 @@ def test_k17_each_trial_of_an_allocation_has_a_directory_and_finds_it_again(
     assert capsys.readouterr().out.count("train-7 is a run of this job with other settings; this one is") == 2
     assert unused_id(tmp_path / "train", requeued, second) == "7-2"
     assert unused_id(tmp_path / "train", requeued, loaded(("train.py", "--lr", "0.3"))) == "7"
+
+
+def test_an_attempt_whose_folder_cannot_be_made_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDirectory.create(tmp_path, "run", "a")
+    run_dir.attempt(0).write_text("")
+    assert main(["--local", "--run-dir", str(run_dir.path), "--", "true"]) == 2
+    assert f"{run_dir.attempt(0)}: File exists" in capsys.readouterr().err
 
 
 # ---- with stand-ins for Slurm ----------------------------------------------------------------------------------------
