@@ -94,10 +94,12 @@ def test_a_save_is_of_the_state_that_it_began_with(tmp_path: Path) -> None:
 
 
 def test_one_save_at_a_time_and_the_next_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves, may_sync, sync = saving(tmp_path), threading.Event(), os.fsync
+    saves, may_sync, sync = saving(tmp_path, expected_bytes=10**10), threading.Event(), os.fsync
+    assert saves.seconds_needed() == 201.0
     monkeypatch.setattr(os, "fsync", lambda descriptor: (may_sync.wait(30), sync(descriptor))[1])
     saves.begin(1, {"weight": torch.ones(3)}, {})
     assert saves.under_way and not saves.path(1).exists()
+    assert 300.0 < saves.seconds_needed() < 402.0  # its own rest, and then another one
     threading.Timer(0.3, may_sync.set).start()
     assert saves.begin(2, {"weight": torch.ones(3)}, {}) > 0.1
     assert saves.path(1).exists()

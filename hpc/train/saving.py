@@ -61,6 +61,7 @@ class Saving:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._since = 0.0  # when the newest save began
 
     @property
     def under_way(self) -> bool:
@@ -89,6 +90,7 @@ class Saving:
         model, trainer = self._copy.take((model, trainer))
         stall_s = time.monotonic() - since
         arguments = (step, model, trainer, since, stall_s, urgent)
+        self._since = since
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         return stall_s
@@ -123,10 +125,13 @@ class Saving:
             self._error = None
 
     def seconds_needed(self) -> float:
-        """What a whole save takes, from its begin until it is durable, as the last one did; before that a guess by size."""
-        if self.last is not None:
-            return self.last.seconds
-        return GUESSED_START_S + self._expected_bytes / GUESSED_BYTES_PER_S
+        """What a whole save takes, from its begin until it is durable, as the last one did; before that a guess by size.
+
+        The rest of one that is under way comes first.
+        """
+        guess = GUESSED_START_S + self._expected_bytes / GUESSED_BYTES_PER_S
+        whole = guess if self.last is None else self.last.seconds
+        return whole + (max(0.0, whole - (time.monotonic() - self._since)) if self.under_way else 0.0)
 
     def _write(
         self, step: int, model: dict[str, Any], trainer: dict[str, Any], since: float, stall_s: float, urgent: bool
