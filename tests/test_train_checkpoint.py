@@ -168,6 +168,26 @@ def test_a_full_disk_leaves_the_ones_before_untouched(tmp_path: Path, monkeypatc
     assert os.listdir(checkpoints.folder) == ["step-5"] and checkpoints.newest() == checkpoints.path(5)
 
 
+@pytest.mark.parametrize(("number", "is_fault"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders_is_borne(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_fault: bool
+) -> None:
+    checkpoints, sync = written(tmp_path, 5), os.fsync
+
+    def no_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    if is_fault:
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            checkpoints.write(6, state(), {})
+    else:
+        checkpoints.write(6, state(), {})
+    assert checkpoints.newest() == checkpoints.path(5 if is_fault else 6)
+
+
 class Odd:
     pass
 

@@ -423,8 +423,12 @@ def _write_bytes(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _sync_folder(path: Path) -> None:
+    """Where the file system can: some network file systems have no fsync for folders. Source: fsync(2), EINVAL."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)
