@@ -30,6 +30,7 @@ from pathlib import Path
 from hpc.node.processes import Process, none_there
 
 SHM = Path("/dev/shm")
+_PF_EXITING = 4  # include/linux/sched.h: it runs no code of its own any more, though its memory may take a while to go
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h: "0xEFFFFFFCU"
 _WITH_PID = (
     re.compile(r"torch_([0-9]+)_[0-9]+_[0-9]+"),
@@ -187,11 +188,10 @@ def _started(pid: int) -> float:
         ValueError: it has ended, even if nobody has waited for it yet.
     """
     words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    if words[0] in "ZX":
+    if words[0] in "ZX" or int(words[6]) & _PF_EXITING:
         raise ValueError(pid)
-    now = (
-        time.time()
-    )  # the earlier of the two clocks: whoever is held up in between makes the process older, not younger
+    # the earlier of the two clocks: whoever is held up in between makes the process older, not younger
+    now = time.time()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
     return now - age_s
 

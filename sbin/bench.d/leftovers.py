@@ -1,23 +1,43 @@
-"""`sbin/bench leftovers`: what is there 5 s after a job has left the queue, after each of 15 kinds of end.
+"""`sbin/bench leftovers`: what is there 5 s after a job has left the queue, after each of 17 kinds of end.
 
 Each job has two nodes with two ranks each; each rank has two loader workers, a child in a session of its own, a
 double-forked one, shared memory, temporary files and a port (tests/cluster/leaver/leave.py). What has not ended 30 s
-after its end was brought about (150 s for the time limit) is cancelled. A run counts as one that leaves something when a process, a shared-memory segment, a file or a listening port of it is there; where SIGTERM is
-ignored the look is 7 s after, KillWait + 2 s. Rivals start the same script, and are looked at in the same way.
+after its end was brought about (150 s for the time limit) is cancelled. A run counts as one that leaves something when a
+process, a shared-memory segment, a temporary file or a listening port of it is there; where SIGTERM is ignored the look is
+7 s after, KillWait + 2 s. Rivals start the same script, and are looked at in the same way.
+
+Several jobs run at once, each on a pair of nodes of its own, with a /dev/shm and a /tmp of its own on each node, so that none
+sees or clears away what another has left; one at a time starts, since that is what the machine's cores are needed for. A run
+that could not be brought to its end, and one after which something was there for some seconds more only, is repeated when
+nothing runs beside it, and that one counts. What cannot be measured even then is told, and is not taken for clean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import shlex
+import subprocess
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from frame import RIVALS, ROOT, Bench, Measurement, NotMeasured, Row
 
 RUNS = 20
+PAIRS = max(2, min(6, 2 * (os.cpu_count() or 1)))
+"""Jobs at once. A job at work needs hardly any time of the cores, one that starts needs all of them."""
+LATE_S = 20.0
+"""What is gone so much later was late, as on a machine that is overloaded; what is not was left."""
+_FAILS = (AssertionError, NotMeasured, OSError, ValueError, subprocess.SubprocessError)
+_shapes_before: list[Any] = []
 _PORT = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29617; '
 
 
@@ -41,7 +61,7 @@ def _torchrun(rig: Any, job: Any, words: tuple[str, ...]) -> None:
 def _submitit(rig: Any, job: Any, words: tuple[str, ...]) -> None:
     minutes = next((word.partition("=")[2] for word in words if word.startswith("--time=")), "30")
     rivals = str(rig.clone / RIVALS.relative_to(ROOT))
-    argv = [rig.python, f"{rivals}/leaving_submitit.py", minutes, *job.command]
+    argv = [rig.python, f"{rivals}/leaving_submitit.py", minutes, ",".join(job.asked), *job.command]
     environ = {**job.environ, "PYTHONPATH": f"{rivals}{os.pathsep}{rig.clone}"}
     done = rig.run(argv, cwd=job.folder, env=environ, timeout=120)
     if done.returncode != 0:
@@ -49,16 +69,96 @@ def _submitit(rig: Any, job: Any, words: tuple[str, ...]) -> None:
     job.job = rig.track(done.stdout.split()[-1])
 
 
-LAUNCHERS: dict[str, tuple[Callable[[Any, Any, tuple[str, ...]], None], str, str]] = {
-    "ours": (_ours, "-m hpc.node", "-m hpc.launch"),
-    "a hand-written srun": (_by_hand, "leave.py", "srun"),
-    "torchrun": (_torchrun, "torchrun", "srun"),
-    "submitit": (_submitit, "submitit.core._submit", "srun"),
+LAUNCHERS: dict[str, tuple[Callable[[Any, Any, tuple[str, ...]], None], str, str, str]] = {
+    "ours": (_ours, "-m hpc.node", "-m hpc.launch", "-m hpc.launch"),
+    "a hand-written srun": (_by_hand, "leave.py", "srun", "slurm_script"),
+    "torchrun": (_torchrun, "torchrun", "srun", "slurm_script"),
+    "submitit": (_submitit, "submitit.core._submit", "srun", "slurm_script"),
 }
+"""How each one starts the script, and words in the commands of its agents, its controller and its batch script."""
 
 
 def _text(who: str, track: str) -> str:
     return f"runs that leave something, proctrack/{track}" + ("" if who == "ours" else f": {who}")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One run: what it left, and whether that stayed; or why it could not be measured."""
+
+    left: str = ""
+    names: tuple[str, ...] = ()
+    late: bool = False
+    obstacle: str = ""
+
+
+class _Runs:
+    """Runs of one launcher, several at once."""
+
+    def __init__(self, rig: Any, launch: Callable[..., None], pairs: Sequence[Sequence[str]]) -> None:
+        self._rig, self._launch = rig, launch
+        self._starting = threading.Lock()
+        self._pairs: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
+        for pair in pairs:
+            self._pairs.put(pair)
+        self.at_once = len(pairs)
+
+    def all(self, ends: Sequence[Any], told: str) -> list[_Found]:
+        """Each of these ends once, beside each other, and what has to be repeated alone."""
+        done = Counter[str]()
+
+        def one(end: Any) -> _Found:
+            found = self.one(end)
+            done["runs"] += 1
+            print(f"{told}: {done['runs']}/{len(ends)} {end.name}: {_words(found)}", file=sys.stderr, flush=True)
+            return found
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            found = list(pool.map(one, ends))
+        for number, end in enumerate(ends):
+            if found[number].late or found[number].obstacle:
+                found[number] = self.one(end)
+                print(f"{told}: alone: {end.name}: {_words(found[number])}", file=sys.stderr, flush=True)
+        return found
+
+    def one(self, end: Any) -> _Found:
+        import leftover_rig
+
+        pair = self._pairs.get()
+        job = None
+        try:
+            with self._starting:
+                job = leftover_rig.Leaver(self._rig, end.kind, pair, own_files=True)
+                self._launch(self._rig, job, tuple(end.submit))
+                job.ready()
+            left = leftover_rig.outcome(job, end)
+            words = ", ".join(f"{number} {name}" for name, number in left.count().items() if number)
+            names = tuple(map(str, (*left.processes, *left.shared_memory, *left.files, *left.ports)))
+            until = time.monotonic() + LATE_S
+            while left and time.monotonic() < until:
+                time.sleep(1.0)
+                left = job.look()
+            return _Found(left=words, names=names, late=bool(words and not left))
+        except _FAILS as error:
+            return _Found(
+                obstacle=f"{end.name}: {(str(error).strip().splitlines() or ['no reason was told'])[0][:200]}"
+            )
+        finally:
+            with contextlib.suppress(*_FAILS):  # the next run on these nodes tells
+                if job is not None:
+                    job.cancel()
+                    job.close()
+                if end.breaks_node:
+                    self._rig.devcluster("heal", pair[1])
+            self._pairs.put(pair)
+
+
+def _words(found: _Found) -> str:
+    if found.obstacle:
+        return f"not measured: {found.obstacle}"
+    more = "; ..." if len(found.names) > 4 else ""
+    shown = f"{found.left}: {'; '.join(found.names[:4])}{more}"
+    return f"{'for some seconds more ' if found.late else ''}{shown}" if found.left else "nothing left"
 
 
 def _measured(who: str, track: str) -> Callable[[Bench], Iterator[Row]]:
@@ -66,21 +166,27 @@ def _measured(who: str, track: str) -> Callable[[Bench], Iterator[Row]]:
         rig = _cluster(bench, track)
         import leftover_rig
 
-        launch, agent, controller = LAUNCHERS[who]
-        runs = bench.turns or (2 if bench.quick else RUNS if who == "ours" else 3)
-        left, total, kinds = Counter[str](), 0, leftover_rig.ends(agent, controller)
-        words = dict[str, str]()
-        for end in kinds:
-            for _ in range(runs):
-                found = _one(rig, leftover_rig, launch, end)
-                total += 1
-                if found:
-                    left[end.name] += 1
-                    words[end.name] = ", ".join(f"{number} {name}" for name, number in found.count().items() if number)
+        launch, *words_of_commands = LAUNCHERS[who]
+        counts = (2, 1) if bench.quick else (RUNS, 3)
+        runs = bench.turns or counts[who != "ours"]
+        kinds = leftover_rig.ends(*words_of_commands)
+        ends = [end for _ in range(runs) for end in kinds]
+        names = rig.node_names
+        pairs = [names[first : first + 2] for first in range(0, len(names) - 1, 2)]
+        found = _Runs(rig, launch, pairs).all(ends, f"{who}, {track}")
+        left = Counter[str](end.name for end, one in zip(ends, found, strict=True) if one.left)
+        words = {end.name: one.left for end, one in zip(ends, found, strict=True) if one.left}
         told = "; ".join(f"{name} {number}/{runs} ({words[name]})" for name, number in left.items()) or "none"
+        obstacles = [one.obstacle for one in found if one.obstacle]
+        if obstacles:
+            bench.failed = True
+            print(f"not measured: {len(obstacles)} of {len(ends)} runs: {obstacles[0]}", file=sys.stderr, flush=True)
+        measured = len(ends) - len(obstacles)
+        if not measured:
+            raise NotMeasured(obstacles[0])
         what = _text(who, track)
         yield Row(
-            what=f"{what} ({total} runs, {len(kinds)} kinds of end)",
+            what=f"{what} ({measured} runs, {len(kinds)} kinds of end)",
             against=f"counted: {told}" if who != "ours" else "counted",
             ratio=float(sum(left.values())),
             goal=0 if who == "ours" else None,
@@ -90,32 +196,23 @@ def _measured(who: str, track: str) -> Callable[[Bench], Iterator[Row]]:
     return run
 
 
-def _one(rig: Any, leftover_rig: Any, launch: Callable[..., None], end: Any) -> Any:
-    job = leftover_rig.Leaver(rig, end.kind)
-    try:
-        launch(rig, job, tuple(end.submit))
-        job.ready()
-        return leftover_rig.outcome(job, end)
-    except AssertionError as error:
-        raise NotMeasured(f"{end.name}: {str(error).strip().splitlines()[0][:200]}") from None
-    finally:
-        rig.cancel_jobs()
-        job.close()
-        if end.breaks_node:
-            rig.devcluster("up")
-
-
 def _cluster(bench: Bench, track: str) -> Any:
-    """The bench's cluster, with this way of tracking processes; it is made anew where it has the other."""
+    """The bench's cluster, made anew with this way of tracking processes and pairs of nodes; afterwards as it was."""
     rig = bench.rig()
-    if rig.shape.proctrack != track:
-        shape = rig.shape
-        rig.devcluster("down")
-        rig.devcluster(
-            "up", "--nodes", str(shape.nodes), "--gpus-per-node", str(shape.gpus_per_node), "--proctrack", track
-        )
+    before = rig.shape
+    if (before.proctrack, before.nodes) != (track, 2 * PAIRS):
+        if not _shapes_before:
+            _shapes_before.append(before)
+            bench.at_end(lambda: _up(rig, before.nodes, before.gpus_per_node, before.proctrack))
+        _up(rig, 2 * PAIRS, 2, track)
         os.environ["SLURM_CONF"] = str(rig.slurm_conf)
     return rig
+
+
+def _up(rig: Any, nodes: int, gpus: int, track: str) -> None:
+    rig.devcluster("down")
+    words = ["--nodes", str(nodes), "--gpus-per-node", str(gpus), "--proctrack", track]
+    rig.devcluster("up", *words, timeout=300)
 
 
 MEASUREMENTS = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,17 +40,57 @@ class Left:
         return {name: len(found) for name, found in vars(self).items()}
 
 
+class Files:
+    """/dev/shm and /tmp of a node, as its jobs see them. Nodes of the dev cluster share the machine's, with all other users.
+
+    With `own` they are new and empty: nobody else's files are seen, and no other node's agents can clear them away.
+    Opened, so that they are still there for a look when nothing of the node lives any more.
+    """
+
+    def __init__(self, rig: Rig, node: str, *, own: bool) -> None:
+        self.own, self._root = own, "/"
+        if own:
+            slurmd = rig.daemon(f"slurmd-{node}")
+            self._root = f"/proc/{slurmd}/root"
+            inside = ["nsenter", f"--target={slurmd}", "--mount"]
+            for place in ("/dev/shm", "/tmp"):
+                subprocess.run([*inside, "umount", "--lazy", place], stderr=subprocess.DEVNULL, check=False)
+                mount = ["mount", "-t", "tmpfs", "-o", "mode=1777,size=512m", "tmpfs", place]
+                subprocess.run([*inside, *mount], check=True)
+        self._shm = os.open(f"{self._root}/dev/shm", os.O_RDONLY)
+        self._tmp = os.open(f"{self._root}/tmp", os.O_RDONLY)
+
+    def shared_memory(self, pids: set[int]) -> list[str]:
+        """All of it, or on a shared machine what these processes have made."""
+        names = sorted(os.listdir(self._shm))
+        return [name for name in names if self.own or (name.startswith("torch_") and int(name.split("_")[1]) in pids)]
+
+    def temporary(self, told: Sequence[str]) -> list[str]:
+        """All of it, or on a shared machine those of the paths that were told."""
+        if self.own:
+            return [f"/tmp/{name}" for name in sorted(os.listdir(self._tmp))]
+        return [path for path in told if os.path.exists(path)]
+
+    def close(self) -> None:
+        os.close(self._shm)
+        os.close(self._tmp)
+
+
 class Leaver:
     """One job of two nodes with two ranks each."""
 
-    def __init__(self, rig: Rig, kind: str) -> None:
-        self.rig, self.kind, self.job = rig, kind, ""
+    def __init__(self, rig: Rig, kind: str, nodes: Sequence[str] = (), *, own_files: bool = False) -> None:
+        """`nodes`: two of them, for this job alone; else Slurm chooses."""
+        self.rig, self.kind, self.job, self.asked = rig, kind, "", tuple(nodes)
+        self.others: list[str] = []
+        """Jobs that were sent to bring its end about."""
         self.token = f"{kind}-{time.time_ns()}"
         self.folder = rig.home() / f"leaver {self.token}"
         self.folder.mkdir()
         shutil.copy(SCRIPT, self.folder)
         give_to(self.folder, FIRST_USER)
         self._pids: set[int] = set()
+        self._files = {node: Files(rig, node, own=own_files) for node in nodes or rig.node_names[:2]}
 
     @property
     def environ(self) -> dict[str, str]:
@@ -62,6 +104,7 @@ class Leaver:
     def submit(self, *words: str) -> None:
         """With this toolkit: nothing comes back, so that the first end is the last."""
         argv = [self.rig.python, "-m", "hpc.submit", "--nodes", "2", "--gpus-per-node", "2", *words]
+        argv += [f"slurm.nodelist={','.join(self.asked)}"] if self.asked else []
         argv += ["slurm.requeue=false", "launch.max_restarts=0", "--", *self.command]
         done = self.rig.run(argv, cwd=self.folder, env=self.environ, timeout=READY_S)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -71,6 +114,7 @@ class Leaver:
     def sbatch(self, *words: str, step: str) -> None:
         """With a batch script of somebody else's; `step` is its one line."""
         options = ["--nodes=2", "--gpus-per-node=2", "--no-requeue", f"--output={self.folder}/job.log", *words]
+        options += [f"--nodelist={','.join(self.asked)}"] if self.asked else []
         self.job = self.rig.sbatch(*options, "--wrap", step, cwd=self.folder, env=self.environ)
 
     def facts(self) -> list[dict[str, object]]:
@@ -87,11 +131,18 @@ class Leaver:
     def pid(self, rank: int) -> int:
         return int(str(self.facts()[rank]["pid"]))
 
-    def owner(self, words: str, node: int = 0) -> int:
-        """The oldest process of this job on a node with these words in its command."""
-        name = self.rig.node_names[node]
+    @property
+    def nodes(self) -> list[str]:
+        """In the order of ranks."""
+        return list(dict.fromkeys(str(one["node"]) for one in self.facts()))
+
+    def owner(self, words: str, node: int = 0, *, newest: bool = False) -> int:
+        """The oldest (or newest) process of this job on a node with these words in its command, sentinels left out."""
+        name = self.nodes[node]
         found = [p for p in self.rig.processes_of(FIRST_USER) if p.node == name and words in p.command]
-        return min(p.pid for p in found if self._is_ours(p.pid) and os.stat(f"/proc/{p.pid}") and _parent(p.pid) != 1)
+        pids = [p.pid for p in found if self._is_ours(p.pid) and _parent(p.pid) != 1]
+        assert pids, f"{words!r}: no such process on {name}"
+        return (max if newest else min)(pids, key=_started)
 
     def left_the_queue(self) -> bool:
         return not re.search(
@@ -100,18 +151,17 @@ class Leaver:
 
     def look(self) -> Left:
         """What is there now."""
-        found = Left()
+        found, facts = Left(), self.facts()
         for process in self.rig.processes_of(FIRST_USER):
             if self._is_ours(process.pid):
                 self._pids.add(process.pid)
                 found.processes.append(f"{process.node} {process.pid} {process.command[:80]}")
-        for path in Path("/dev/shm").glob("torch_*"):
-            if int(path.name.split("_")[1]) in self._pids:
-                found.shared_memory.append(path.name)
-        facts = self.facts()
-        found.files = [path for one in facts for path in map(str, one["paths"]) if os.path.exists(path)]  # type: ignore[call-overload]
-        listening = {port for node in self.rig.node_names for port in self._listening(node)}
-        found.ports = [int(str(one["port"])) for one in facts if one["port"] in listening]
+        for node, files in self._files.items():
+            told = [str(path) for one in facts if one["node"] == node for path in one["paths"]]  # type: ignore[attr-defined]
+            found.shared_memory += [f"{node} {name}" for name in files.shared_memory(self._pids)]
+            found.files += [f"{node} {path}" for path in files.temporary(told)]
+        listening = self._listening()
+        found.ports = [int(str(one["port"])) for one in facts if (one["node"], one["port"]) in listening]
         return found
 
     def _is_ours(self, pid: int) -> bool:
@@ -120,29 +170,56 @@ class Leaver:
         except OSError:
             return False
 
-    def _listening(self, node: str) -> set[int]:
-        """Ports of a node that somebody listens at: state 0A, proc(5)."""
-        some = next((process.pid for process in self.rig.processes() if process.node == node), None)
-        if some is None:
-            return set()
-        lines = Path(f"/proc/{some}/net/tcp").read_text().splitlines()[1:]
-        return {int(line.split()[1].rpartition(":")[2], 16) for line in lines if line.split()[3] == "0A"}
+    def _listening(self) -> set[tuple[str, int]]:
+        """Ports of the nodes that somebody listens at: state 0A, proc(5)."""
+        some = {process.node: process.pid for process in self.rig.processes() if process.node in self._files}
+        found = set()
+        for node, pid in some.items():
+            try:
+                lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+            except OSError:  # it has ended
+                lines = []
+            found |= {(node, int(line.split()[1].rpartition(":")[2], 16)) for line in lines if line.split()[3] == "0A"}
+        return found
+
+    def cancel(self) -> None:
+        """Its jobs, and not those of others that run beside it; returns when its nodes are free."""
+        jobs = [job for job in (self.job, *self.others) if job]
+        deadline = time.monotonic() + 60
+        while self._in_queue(*jobs):
+            self.rig.slurm("scancel", "--quiet", *jobs)
+            assert time.monotonic() < deadline, self.rig.report(self.job)
+            time.sleep(0.5)
+        self.rig.jobs = [job for job in self.rig.jobs if job not in jobs]
+
+    def _in_queue(self, *jobs: str) -> bool:
+        """Whether one of them has not left the queue for good; one that waits has not."""
+        words = ["--noheader", f"--jobs={','.join(jobs)}", "--states=PD,R,CG,S,CF", "--format=%i"]
+        return bool(jobs and self.rig.slurm("squeue", *words).strip())
 
     def close(self) -> None:
         """End what is there still, whoever has left it, and take the folder away."""
         for process in self.rig.processes_of(FIRST_USER):
             if self._is_ours(process.pid):
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
         left = self.look()
-        for name in left.shared_memory:
-            Path("/dev/shm", name).unlink(missing_ok=True)
-        for name in left.files:
-            shutil.rmtree(name, ignore_errors=True)
+        for files in self._files.values():
+            if not files.own:
+                for name in left.shared_memory:
+                    Path("/dev/shm", name.partition(" ")[2]).unlink(missing_ok=True)
+                for name in left.files:
+                    shutil.rmtree(name.partition(" ")[2], ignore_errors=True)
+            files.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _started(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 @dataclass(frozen=True)
@@ -172,20 +249,34 @@ def _signal(number: signal.Signals, *ranks: int) -> Callable[[Leaver], None]:
 
 
 def _preempt(job: Leaver) -> None:
-    options = ["--partition=high", "--nodes=2", "--gpus-per-node=4", "--output=/dev/null", "--wrap", "sleep 1"]
-    job.rig.sbatch(*options, cwd=job.folder)
+    gpus, nodes = job.rig.shape.gpus_per_node, ",".join(job.nodes)
+    options = ["--partition=high", "--nodes=2", f"--nodelist={nodes}", f"--gpus-per-node={gpus}", "--output=/dev/null"]
+    job.others.append(job.rig.sbatch(*options, "--wrap", "sleep 1", cwd=job.folder))
 
 
 def _kill_slurmd(job: Leaver) -> None:
-    os.kill(job.rig.daemon(f"slurmd-{job.rig.node_names[1]}"), signal.SIGKILL)
+    os.kill(job.rig.daemon(f"slurmd-{job.nodes[1]}"), signal.SIGKILL)
 
 
-def _kill_launcher(words: str) -> Callable[[Leaver], None]:
-    return lambda job: os.kill(job.owner(words), signal.SIGKILL)
+def _kill_launcher(words: str, *, newest: bool = False) -> Callable[[Leaver], None]:
+    return lambda job: os.kill(job.owner(words, newest=newest), signal.SIGKILL)
 
 
-def ends(agent: str = "-m hpc.node", controller: str = "-m hpc.launch") -> list[End]:
-    """All kinds; `agent` and `controller` are words in the command lines of a launcher's processes."""
+def _kill_and_cancel(words: str) -> Callable[[Leaver], None]:
+    """The other node's agent: from then on Slurm starts nothing there that could clear up after it."""
+
+    def bring(job: Leaver) -> None:
+        agent = job.owner(words, node=1)
+        os.kill(agent, signal.SIGKILL)
+        job.rig.slurm("scancel", job.job)
+
+    return bring
+
+
+def ends(
+    agent: str = "-m hpc.node", controller: str = "-m hpc.launch", batch_script: str = "-m hpc.launch"
+) -> list[End]:
+    """All kinds; `agent`, `controller` and `batch_script` are words in the command lines of a launcher's processes."""
     return [
         End("success", _go),
         End("exception on one rank", _go, kind="exception"),
@@ -201,7 +292,9 @@ def ends(agent: str = "-m hpc.node", controller: str = "-m hpc.launch") -> list[
         End("preemption", _preempt),
         End("slurmd killed", _kill_slurmd, breaks_node=True, patience_s=120),
         End("agent killed", _kill_launcher(agent)),
-        End("controller killed", _kill_launcher(controller)),
+        End("controller killed", _kill_launcher(controller, newest=True)),
+        End("batch script killed", _kill_launcher(batch_script)),
+        End("agent killed, and scancel", _kill_and_cancel(agent)),
     ]
 
 
@@ -216,7 +309,7 @@ def outcome(job: Leaver, end: End) -> Left:
             cancel_at = give_up_at
             job.rig.slurm("scancel", job.job)
         assert now < give_up_at, f"{end.name}: {job.rig.report(job.job)}"
-        time.sleep(0.2)
+        time.sleep(0.3)
     until = time.monotonic() + (KILL_WAIT_S + 2 if end.kind == "deaf" else 5)
     while (left := job.look()) and time.monotonic() < until:
         time.sleep(0.3)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -51,17 +52,16 @@ class Left:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.node = rig, rig.node_names[0]
 
-    def over(self, seconds: int, user: str = FIRST_USER) -> int:
-        """A daemonised process of a job that has ended."""
-        wrapped = f"(setsid sleep {seconds} >/dev/null 2>&1 &) ; sleep 0.2"
+    def over(self, seconds: int, user: str = FIRST_USER, first: str = "true") -> int:
+        """A daemonised process of a job that has ended; `first`: what its batch script did before."""
+        wrapped = f"{first}; (setsid sleep {seconds} >/dev/null 2>&1 &) ; sleep 0.2"
         job = self.rig.sbatch(*self._options(), "--wrap", wrapped, cwd=self.rig.home(user), user=user)
         self.rig.wait(job)
         return self.pid(seconds, user)
 
-    def live(self, command: str, seconds: int) -> int:
-        job = self.rig.sbatch(
-            *self._options(), "--wrap", f"exec bash -c 'exec -a {command} sleep {seconds}'", cwd=self.rig.home()
-        )
+    def live(self, command: str, seconds: int, first: str = "true") -> int:
+        wrapped = f"{first}; exec bash -c 'exec -a {command} sleep {seconds}'"
+        job = self.rig.sbatch(*self._options(), "--wrap", wrapped, cwd=self.rig.home())
         self.rig.wait_for_state(job, "RUNNING")
         return self.pid(seconds)
 
@@ -123,6 +123,39 @@ def test_r2_the_door_ends_what_is_over_and_nothing_else(cluster: Rig, left: Left
     assert {kind: lives(pid) for kind, pid in spared.items()} == dict.fromkeys(spared, True)
 
 
+FILES = "mkdir /tmp/hpc-$(id -u)-$SLURM_CLUSTER_NAME.$SLURM_JOB_ID.0.0-leavings; echo > /dev/shm/torch_${SLURM_TASK_PID}_71_0"
+"""What an agent and a rank of a job leave, by their names."""
+
+
+def test_an_agent_ends_what_jobs_that_are_over_have_left_before_it(cluster: Rig, left: Left) -> None:
+    """Processes and files; of a live job on the same node nothing is touched."""
+    old, live = left.over(7108, first=FILES), left.live("sleep", 7109, first=FILES)
+    environ = {pid: _environ(pid) for pid in (old, live)}
+    prefix = f"hpc-{cluster.home().stat().st_uid}-{cluster.site.cluster_name}"
+    folders = {pid: Path(f"/tmp/{prefix}.{one['SLURM_JOB_ID']}.0.0-leavings") for pid, one in environ.items()}
+    shm = {pid: Path(f"/dev/shm/torch_{one['SLURM_TASK_PID']}_71_0") for pid, one in environ.items()}
+    try:
+        assert folders[old].exists() and folders[live].exists() and shm[live].exists()
+        submit = ["-m", "hpc.submit", "--nodes", "1", "--gpus-per-node", "1", f"slurm.nodelist={left.node}"]
+        env = {"PYTHONPATH": str(cluster.clone), "HPC_SITE_CONFIG": ""}
+        sent = cluster.run([cluster.python, *submit, "--", "true"], cwd=cluster.home(), env=env, check=True)
+        job = cluster.track(re.findall(r"^job (\d+)", sent.stdout, re.MULTILINE)[0])
+        assert cluster.wait(job) == "COMPLETED", cluster.report(job)
+        text = cluster.output(job)
+        assert not lives(old) and not shm[old].exists() and not folders[old].exists(), text
+        said = rf"ended a leftover of job {environ[old]['SLURM_JOB_ID']}: pid {old}, \d+ s old, sleep 7108\n"
+        assert re.search(said, text) and re.search(r"removed \d+ files of dead processes", text), text
+        assert lives(live) and shm[live].exists() and folders[live].exists() and f"pid {live}" not in text, text
+    finally:
+        for pid in (old, live):
+            shm[pid].unlink(missing_ok=True)
+            shutil.rmtree(folders[pid], ignore_errors=True)
+
+
+def _environ(pid: int) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry)
+
+
 def test_the_epilog_ends_what_the_job_left_and_drains_a_node_whose_memory_stays(
     cluster: Rig, left: Left, tmp_path: Path
 ) -> None:
@@ -135,8 +168,7 @@ def test_the_epilog_ends_what_the_job_left_and_drains_a_node_whose_memory_stays(
     environ |= {"SLURM_CONF": str(cluster.slurm_conf), "SLURM_CLUSTER_NAME": cluster.site.cluster_name}
 
     def epilog(pid: int, **more: str) -> None:
-        job = dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry)
-        env = {**environ, "SLURM_JOB_ID": job["SLURM_JOB_ID"], **more}
+        env = {**environ, "SLURM_JOB_ID": _environ(pid)["SLURM_JOB_ID"], **more}
         subprocess.run([str(EPILOG)], env=env, check=True, timeout=60)
 
     epilog(old)

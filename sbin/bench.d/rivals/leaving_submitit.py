@@ -1,4 +1,4 @@
-"""The submitit rival of `sbin/bench leftovers`: leaving_submitit.py MINUTES SCRIPT ARGUMENTS..., prints the job id."""
+"""The submitit rival of `sbin/bench leftovers`: leaving_submitit.py MINUTES NODELIST SCRIPT ARGUMENTS..., prints the job id."""
 
 import runpy
 import sys
@@ -20,9 +20,10 @@ class Leaving:
 if __name__ == "__main__":
     import leaving_submitit  # so that the job finds the class by the module's name
 
-    minutes, *command = sys.argv[1:]
+    minutes, nodelist, *command = sys.argv[1:]
     executor = submitit.SlurmExecutor(Path(command[-1]) / "submitit")
+    more = {"no_requeue": True, "nodelist": nodelist}
     executor.update_parameters(
-        nodes=2, ntasks_per_node=2, gpus_per_node=2, time=int(minutes), additional_parameters={"no_requeue": True}
+        nodes=2, ntasks_per_node=2, gpus_per_node=2, time=int(minutes), additional_parameters=more
     )
     print(executor.submit(leaving_submitit.Leaving(command)).job_id)

@@ -39,6 +39,7 @@ def main(kind: str, folder: Path) -> None:
     kept = [next(batches)]
     facts = {
         "pid": os.getpid(),
+        "node": os.environ["SLURMD_NODENAME"],
         "port": server.getsockname()[1],
         "paths": [tempfile.mkdtemp(), multiprocessing.util.get_temp_dir()],
     }
