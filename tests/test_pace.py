@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from steps import ROOT, Step, step_environ
 
 from hpc.login.paces import pace_lines
 from hpc.login.status import report_lines
-from hpc.node.pace import LOOKS, Paces
+from hpc.node.pace import LOOKS, Paces, median_of_others
 from hpc.train.work import OwnWork
 
 
@@ -75,6 +77,15 @@ def test_a_rank_is_named_when_it_stays_slow_and_told_when_it_is_so_no_longer() -
     kinds = [kind for kind, _ in told.events]
     assert kinds == ["slow", "slow_no_more", "paces"]
     assert told.events[-1][1]["slowest"][0][:2] == [3, "n2"] and told.events[-1][1]["hosts"][0][0] == "n2"
+
+
+def test_the_median_of_the_others_is_that_without_one() -> None:
+    chance = random.Random(4)
+    for size in range(2, 12):
+        numbers = [float(chance.randrange(6)) for _ in range(size)]
+        for place, one in enumerate(numbers):
+            others = numbers[:place] + numbers[place + 1 :]
+            assert median_of_others(sorted(numbers), one) == statistics.median(others)
 
 
 def test_reports_without_a_step_or_of_one_rank_alone_name_nobody() -> None:
