@@ -147,14 +147,35 @@ def test_r11_s25_gpus_asked_for_by_task_are_all_given_to_the_step() -> None:
     assert not [word for word in planned({**BATCH, "SLURM_TRES_PER_TASK": "cpu:6"}) if "gpus-per-node" in word]
 
 
+def test_r11_r20_a_task_for_each_gpu_needs_as_many_on_each_node() -> None:
+    """With --gpus=4, two nodes may have 3 and 1: six ranks would be started, or two."""
+    for here in ("1", "3"):
+        uneven = {**BATCH, "SLURM_GPUS_PER_NODE": "", "SLURM_GPUS": "a100:4", "SLURM_GPUS_ON_NODE": here}
+        with pytest.raises(EnvironmentMismatch, match=f"SLURM_GPUS=4 on 2 nodes, {here} of them.*--gpus-per-node"):
+            planned(uneven, layout="task-per-gpu")
+        assert "--ntasks=2" in planned(uneven)  # there, each agent counts its own
+    assert "--ntasks=4" in planned({**uneven, "SLURM_GPUS_ON_NODE": "2"}, layout="task-per-gpu")
+    assert "--ntasks=8" in planned({**BATCH, "SLURM_GPUS": "3"}, layout="task-per-gpu")  # an outer job's
+
+
 def test_s06_s07_requests_of_another_job_do_not_reach_the_step() -> None:
     """sbatch hands on what it is called in; seen on 22.05.8, see also tests/cluster/test_both_doors.py."""
     own = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "quiet,cores", "SLURM_MEM_PER_CPU": "500"}
     assert for_srun(own) == own
     binding = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1", "SLURM_MEM_BIND": "map_mem:0"}
-    by_task = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_GPU": "1", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+    by_task = {
+        "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_GPUS": "3",
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_NTASKS_PER_GPU": "1",
+        "SLURM_TRES_PER_TASK": "gres/gpu:1",
+    }
     memory = {"SLURM_MEM_PER_NODE": "800", "SLURM_MEM_PER_CPU": "500"}
-    assert for_srun({**own, **binding, **by_task, **memory}) == {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7"}
+    assert for_srun({**own, **binding, **by_task, **memory}) == {
+        "SLURM_CONF": "/c",
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_PER_NODE": "2",
+    }
 
 
 def test_s09_an_array_and_restarts_that_are_another_jobs() -> None:

@@ -12,6 +12,7 @@ sent from inside another one, some variables tell of that other one. Such are pa
 | SLURM_CPUS_PER_TASK, SLURM_JOB_CPUS_PER_NODE | cores |
 | SLURM_JOB_NODELIST | the nodes by name |
 | SLURM_JOB_END_TIME | when the time limit is reached, in seconds since 1970 |
+| SLURM_GPUS | GPUs of the whole job, if they were asked for so |
 | SLURM_GPUS_PER_TASK, SLURM_TRES_PER_TASK | GPUs were asked for by task |
 | SLURM_TASKS_PER_NODE | then: the tasks of each node |
 | SLURM_STEP_ID | set inside an srun task, where no controller may run |
@@ -51,6 +52,8 @@ class Allocation:
     """How often Slurm has begun this job anew."""
     nodes: int = 1
     gpus_per_node: int | None = None
+    gpus: int | None = None
+    """Of all nodes together, where that was asked for; then nodes may have different numbers."""
     gpus_by_task: bool = False
     """They were asked for by task, and a step of fewer tasks gets fewer, unless it asks by node."""
     cpus_per_task: int | None = None
@@ -168,6 +171,7 @@ def read(environ: Mapping[str, str]) -> Allocation:
         restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
         nodes=_number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1,
         gpus_per_node=_gpus(environ),
+        gpus=None if environ.get("SLURM_GPUS_PER_NODE") else _count(environ.get("SLURM_GPUS", "")),
         gpus_by_task=_by_task(environ),
         cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
         cpus_per_node=min(parse_tasks_per_node(cores)) if cores else None,
@@ -187,14 +191,19 @@ def _id(environ: Mapping[str, str], name: str) -> str | None:
 def _gpus(environ: Mapping[str, str]) -> int | None:
     """GPUs of each node; None when the job has none. "a100:4", "gpu:a100:4" and "4" all mean four."""
     asked = environ.get("SLURM_GPUS_PER_NODE", "")
-    counts = re.findall(r"(?:^|[:,])([0-9]{1,9})(?=$|,|\()", asked)
-    if counts:
-        return sum(int(count) for count in counts) or None
+    if _count(asked) is not None:
+        return _count(asked) or None
     found = environ.get("SLURM_GPUS_ON_NODE", "")
     if re.fullmatch("[0-9]{1,9}", found) and int(found):
         return int(found)
     listed = [name for name in environ.get("SLURM_JOB_GPUS", "").split(",") if name]
     return len(listed) or None
+
+
+def _count(asked: str) -> int | None:
+    """All GPUs of a request, "4" or "a100:2,v100:2"; None when it names no number."""
+    counts = re.findall(r"(?:^|[:,])([0-9]{1,9})(?=$|,|\()", asked)
+    return sum(int(count) for count in counts) if counts else None
 
 
 def _by_task(environ: Mapping[str, str]) -> bool:

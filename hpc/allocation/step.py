@@ -17,7 +17,7 @@ import hpc
 from hpc import exitcodes
 from hpc.allocation.allocation import Allocation
 from hpc.config import Loaded
-from hpc.errors import HpcError, NeverStarted
+from hpc.errors import EnvironmentMismatch, HpcError, NeverStarted
 from hpc.rundir import SECRET_VARIABLE
 
 CONFIG_LIMIT = 96 * 1024  # one string of an environment may have 128 KiB: execve(2), MAX_ARG_STRLEN
@@ -47,11 +47,21 @@ class Step:
 
 
 def plan_step(allocation: Allocation, loaded: Loaded) -> Step:
-    """The job step for this allocation and configuration; pure."""
+    """The job step for this allocation and configuration; pure.
+
+    Raises:
+        EnvironmentMismatch: a task for each GPU, but nodes have different numbers of them.
+    """
     launch = loaded.config.launch
     local = not allocation.job_id
     workers = launch.workers_per_node or (1 if local else allocation.gpus_per_node) or 1
     tasks = workers if launch.layout == "task-per-gpu" and not local else 1
+    here = allocation.gpus_per_node or 0
+    if launch.layout == "task-per-gpu" and allocation.gpus not in (None, allocation.nodes * here) and not local:
+        raise EnvironmentMismatch(
+            f"SLURM_GPUS={allocation.gpus} on {allocation.nodes} nodes, {here} of them on this one: layout task-per-gpu needs the "
+            f"same number on each; ask with --gpus-per-node, or use launch.layout=task-per-node"
+        )
     cores = allocation.cpus_per_task if tasks > 1 or allocation.cpus_per_node is None else None
     if cores is None and allocation.cpus_per_node is not None:
         cores = max(1, allocation.cpus_per_node // tasks)
@@ -128,12 +138,12 @@ def new_secret() -> str:
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the requests in it that are not this step's, or that srun would refuse beside each other.
 
-    Which GPUs each task of the job was to have; cores and memory by number, as an outer step had them; and the memory, when
+    How many GPUs each task of the job was to have, or all of them where each node's number is there; cores and memory by number, as an outer step had them; and the memory, when
     it is there in two forms: the step gets the job's in any case.
     Source: srun(1), "INPUT ENVIRONMENT VARIABLES"; seen with 22.05.8: all of these reach a job that is sent from inside
     another one, and "SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive".
     """
-    gone = set(_BY_TASK)
+    gone = set(_BY_TASK) | ({"SLURM_GPUS"} if environ.get("SLURM_GPUS_PER_NODE") else set())
     for kind in ("CPU", "MEM"):
         if re.search("mask|map", environ.get(f"SLURM_{kind}_BIND", "")):
             gone |= {name for name in environ if name.startswith(f"SLURM_{kind}_BIND")}
