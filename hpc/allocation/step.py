@@ -138,8 +138,8 @@ def new_secret() -> str:
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the requests in it that are not this step's, or that srun would refuse beside each other.
 
-    How many GPUs each task of the job was to have, or all of them where each node's number is there; cores and memory by number, as an outer step had them; and the memory, when
-    it is there in two forms: the step gets the job's in any case.
+    How many GPUs each task of the job was to have, or all of them where each node's number is there; cores and memory by
+    number, as an outer step had them; and the memory, when it is there in two forms: the step gets the job's in any case.
     Source: srun(1), "INPUT ENVIRONMENT VARIABLES"; seen with 22.05.8: all of these reach a job that is sent from inside
     another one, and "SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive".
     """
