@@ -236,3 +236,23 @@ def test_many_messages_at_once_are_no_nonsense_and_a_single_one_without_end_is(m
     assert receiver.receive()[1]
     sender.close()
     receiver.close()
+
+
+def test_a_message_that_does_not_fit_into_the_sockets_memory_goes_on_its_way_by_and_by() -> None:
+    left, right = socket.socketpair()
+    for end in (left, right):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = Connection(left), Connection(right)
+    receiver.proven = True
+    sender.send(stacks="x" * 200_000)
+    messages: list[dict[str, object]] = []
+    deadline = time.monotonic() + 20
+    while not messages and time.monotonic() < deadline:
+        with selectors.DefaultSelector() as selector:
+            for end in (sender, receiver):
+                selector.register(end, end.events)
+            for key, _ in selector.select(1.0):
+                messages += key.fileobj.receive()[0]  # type: ignore[union-attr]
+    assert messages == [{"stacks": "x" * 200_000}] and sender.events == selectors.EVENT_READ
+    sender.close()
+    receiver.close()

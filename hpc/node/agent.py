@@ -173,7 +173,8 @@ class Agent:
                     for stream in worker.streams:
                         selector.register(stream.reader, selectors.EVENT_READ, (worker, stream))
                 for sock in self._sockets():
-                    selector.register(sock, selectors.EVENT_READ, self._on_message)
+                    events = sock.events if isinstance(sock, Connection) else selectors.EVENT_READ
+                    selector.register(sock, events, self._on_message)
                 if self._controller is not None and self._controller.is_open:
                     selector.register(self._controller, selectors.EVENT_READ, self._on_word)
                 wait = self._deadline.left_s

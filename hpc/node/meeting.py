@@ -64,6 +64,11 @@ class Connection:
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    @property
+    def events(self) -> int:
+        """What a selector has to watch it for; when it is ready, `receive` also sends what is queued."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+
     def send(self, **message: Any) -> None:
         """Queue one message and send what can be sent now; a broken connection shows at the next `receive`."""
         self._outgoing += json.dumps(message).encode() + b"\n"
@@ -85,6 +90,7 @@ class Connection:
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """The whole messages that have come, and whether the other end is gone (or talks nonsense)."""
         gone = False
+        self.flush()
         while True:
             try:
                 data = self.sock.recv(65536)
