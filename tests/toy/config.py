@@ -41,5 +41,7 @@ class Config:
     """A sample that takes ten minutes to load; the process that loads it leaves its id in stuck.pid."""
     slow_sync_s: float = 0.0
     """How long each fsync of a checkpoint takes longer."""
+    slow_sync_only: int = 0
+    """Of which fsync alone that is true, counted from 1 in each process; 0: of all."""
     only_zero_makes_folders: bool = False
     """On the other ranks, making a folder is an error, and none exists."""

@@ -76,7 +76,8 @@ class Job(TrainingJob):
 
             def fsync(descriptor: int) -> None:
                 self.passing("sync")
-                time.sleep(parameters.slow_sync_s)
+                if parameters.slow_sync_only in (0, self.counts["sync"]):
+                    time.sleep(parameters.slow_sync_s)
                 sync(descriptor)
 
             os.fsync = fsync
