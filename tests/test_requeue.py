@@ -157,6 +157,9 @@ def test_a_job_that_slurm_ends_for_its_time_limit_is_taken_back(tmp_path: Path) 
     job = Controller(tmp_path, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=show)
     assert job.ends() == 75 and job.requeues() == [["requeue", "7"]]
     assert "saved and left after the time limit; job 7 is back in the queue" in job.text
+    (fixed := tmp_path / "fixed").mkdir()
+    job = Controller(fixed, *SAVE, FAKE_SCONTROL_SHOW_STDOUT=show.replace("Requeue=1", "Requeue=0"))
+    assert job.ends() == 75 and "job 7 may not be requeued, go on with: python -m hpc.submit" in job.text
 
 
 @pytest.mark.slow

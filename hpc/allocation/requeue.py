@@ -162,8 +162,8 @@ def _without_asking(facts: JobFacts, restarts: int, tried: bool) -> Requeued | N
         return Requeued.QUEUED
     if facts.state is not None and facts.state.is_pending:
         return Requeued.QUEUED
-    if facts.cut_short and not tried and facts.may_requeue:
-        return None  # Slurm takes it back although it is ending: seen with 22.05.8
+    if facts.cut_short and not tried:  # Slurm takes it back although it is ending: seen with 22.05.8
+        return None if facts.may_requeue else Requeued.NOT_ALLOWED
     if facts.state is not None and (facts.state.is_completing or facts.state.is_finished):
         return Requeued.QUEUED if tried and facts.state.is_completing else Requeued.ENDING
     return None if facts.may_requeue else Requeued.NOT_ALLOWED
