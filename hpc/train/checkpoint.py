@@ -42,9 +42,9 @@ READABLE = (1, 2)
 """Format 1 had neither config.yaml nor the manifest's own checksum."""
 PIECE = 8 << 20
 """Bytes that are handed to the file at once; with each, the disk is told to begin with what it has."""
-VISIBLE_S = 45.0
-"""How long a rank waits for a shared file system to show it what rank 0 sees. NFS keeps what it knows of a folder for 30 s, and
-for 60 s of one that has long been as it is. Source: nfs(5), acdirmin and acdirmax."""
+VISIBLE_S = 35.0
+"""How long a rank waits for a shared file system to show it what rank 0 sees. NFS keeps what it knows of a folder that has
+changed lately for 30 s. Source: nfs(5), acdirmin."""
 _STEP = re.compile(r"step-([0-9]+)")
 _STALE = re.compile(r"\.step-[0-9]+\..*")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
