@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from hpc.allocation import aftertask
 from hpc.allocation.allocation import Allocation
 from hpc.allocation.running import RunningStep
 from hpc.allocation.standby import Listener, is_with_rank_zero
 from hpc.allocation.step import Step, agent_command, agent_environ, new_secret, start_step, step_command
 from hpc.allocation.sweep import new_mark
 from hpc.config import Loaded
-from hpc.rundir import MARK_VARIABLE, SECRET_VARIABLE, STANDBY_VARIABLE
+from hpc.rundir import (
+    ATTEMPT_VARIABLE,
+    MARK_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SECRET_VARIABLE,
+    STANDBY_VARIABLE,
+    RunDirectory,
+)
 
 
 class Starts:
@@ -54,7 +63,11 @@ class Starts:
         if is_with_rank_zero(self._allocation, os.environ.get("SLURMD_NODENAME")):
             listener = Listener()
             told[STANDBY_VARIABLE] = listener.name
-        argv = step_command(self._step, agent_command(self._step, self._loaded, self._python))
+        run_dir = RunDirectory(Path(told[RUN_DIR_VARIABLE]))
+        after = (
+            aftertask.write(run_dir.attempt(int(told[ATTEMPT_VARIABLE])), os.environ) if not self._step.local else None
+        )
+        argv = step_command(self._step, agent_command(self._step, self._loaded, self._python), after)
         environ = agent_environ(self._step, self._loaded, told)
         child = start_step(
             argv,

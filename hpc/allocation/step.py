@@ -103,7 +103,7 @@ def agent_command(step: Step, loaded: Loaded, python: str) -> list[str]:
     return [*command, loaded.config.job]
 
 
-def step_command(step: Step, agent: Sequence[str]) -> list[str]:
+def step_command(step: Step, agent: Sequence[str], after_task: Path | None = None) -> list[str]:
     """The agents as one job step. GPUs are not named, but where the job asked for them by task: else it gets all of the job's.
 
     Source: srun(1): --kill-on-bad-exit, --input, --cpus-per-task (not inherited from sbatch since 22.05), --export.
@@ -125,6 +125,8 @@ def step_command(step: Step, agent: Sequence[str]) -> list[str]:
         command.append(f"--cpus-per-task={step.cpus_per_task}")
     if step.overcommit:
         command.append("--overcommit")
+    if after_task is not None:
+        command.append(f"--task-epilog={after_task}")
     if step.gpus_per_node is not None:
         command.append(f"--gpus-per-node={step.gpus_per_node}")
     return [*command, *agent]

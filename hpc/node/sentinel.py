@@ -2,7 +2,8 @@
 
 It has left the agent's session and process tree, so that a SIGKILL for all of the step's tree leaves it be; it holds
 none of the agent's files, and does nothing until the agent is gone. Where Slurm keeps the step in a control group
-(proctrack/cgroup), it ends there with everything else, and there is nothing left to do.
+(proctrack/cgroup), it would be killed with everything else at once, but for what slurmstepd waits for after a task
+(hpc/allocation/aftertask.py).
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def clean_after(agent: Process, folder: Path | None) -> None:
         return [process for process in processes.look() if _is_of(agent, process)]
 
     processes.end(left, grace_s=GRACE_S)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
     remove_residue(lambda text: None)
+    if folder is not None:  # last of all: Slurm waits for it (hpc/allocation/aftertask.py)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of(agent: Process, process: Process) -> bool:

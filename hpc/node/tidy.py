@@ -70,7 +70,9 @@ class Tidy:
                 start=start_number(own) if own.start else 0,
             ).prefix
         try:
-            return Path(tempfile.mkdtemp(prefix=prefix))
+            folder = Path(tempfile.mkdtemp(prefix=prefix))
+            (folder / f"task-{self._task.task_rank}").touch()
+            return folder
         except OSError as error:
             self._note(f"no folder for temporary files can be made: {error}")
             return None
