@@ -6,10 +6,11 @@ after its end was brought about (150 s for the time limit) is cancelled. A run c
 process, a shared-memory segment, a temporary file or a listening port of it is there; where SIGTERM is ignored the look is
 7 s after, KillWait + 2 s. Rivals start the same script, and are looked at in the same way.
 
-Several jobs run at once, each on a pair of nodes of its own, with a /dev/shm and a /tmp of its own on each node, so that none
-sees or clears away what another has left; one at a time starts, since that is what the machine's cores are needed for. A run
-that could not be brought to its end, and one after which something was there for some seconds more only, is repeated when
-nothing runs beside it, and that one counts. What cannot be measured even then is told, and is not taken for clean.
+Several jobs run at once, each on a pair of nodes of its own, with a /dev/shm and a /tmp of its own on each node, so that
+none sees or clears away what another has left; half of them at most start at a time, which is what the machine's cores are
+needed for. A run that could not be brought to its end, and one after which something was there for some seconds more
+only, is repeated when nothing runs beside it, and that one counts. What cannot be measured even then is told, and is not
+taken for clean.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from frame import RIVALS, ROOT, Bench, Measurement, NotMeasured, Row
 
 RUNS = 20
 PAIRS = max(2, min(6, 2 * (os.cpu_count() or 1)))
-"""Jobs at once. A job at work needs hardly any time of the cores, one that starts needs all of them."""
+"""Jobs at once. A job at work needs hardly any time of the cores."""
+STARTS = max(1, PAIRS // 2)
+"""Of these so many start: half of the time that takes is Slurm's, in the other all cores are needed."""
 LATE_S = 20.0
 """What is gone so much later was late, as on a machine that is overloaded; what is not was left."""
 _FAILS = (AssertionError, NotMeasured, OSError, ValueError, subprocess.SubprocessError)
@@ -79,7 +82,7 @@ LAUNCHERS: dict[str, tuple[Callable[[Any, Any, tuple[str, ...]], None], str, str
 
 
 def _text(who: str, track: str) -> str:
-    return f"runs that leave something, proctrack/{track}" + ("" if who == "ours" else f": {who}")
+    return f"runs that leave something, proctrack/{track}: {who}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class _Runs:
 
     def __init__(self, rig: Any, launch: Callable[..., None], pairs: Sequence[Sequence[str]]) -> None:
         self._rig, self._launch = rig, launch
-        self._starting = threading.Lock()
+        self._starting = threading.Semaphore(STARTS)
         self._pairs: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
         for pair in pairs:
             self._pairs.put(pair)
