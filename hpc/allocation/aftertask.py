@@ -1,7 +1,7 @@
 """What slurmstepd runs after each task of the step: nothing, but where an agent was killed the wait for its sentinel.
 
-With proctrack/cgroup Slurm kills all that is left of a step on a node once its tasks have ended there: the sentinel, too, before
-it could clear up, and where the job is being cancelled nobody can be sent there any more. This holds that back.
+With proctrack/cgroup Slurm kills all that is left of a step on a node once its tasks have ended there: the sentinel, too,
+before it could clear up, and where the job is being cancelled nobody can be sent there any more. This holds that back.
 Source: srun(1), --task-epilog; it has 5 s (slurmstepd, _run_script_as_user).
 """
 
@@ -28,7 +28,7 @@ exit 0
 
 
 def write(folder: Path, environ: Mapping[str, str]) -> Path | None:
-    """The program for srun's --task-epilog, in the folder of the attempt; None where the user has one, or it cannot be written."""
+    """The program for srun's --task-epilog, in the attempt's folder; None where the user has one, or where it cannot be."""
     if environ.get(PRESET):
         return None
     path = folder / NAME
