@@ -161,3 +161,30 @@ def test_another_controller_goes_on_and_the_budget_ends_it(tmp_path: Path) -> No
     assert [event["cause"] for event in job.record() if event["event"] == "verdict"] == [KILLED.split(",")[0]] * 2
     assert [event["restart"] for event in job.record() if event["event"] == "ended"] == [0, 1]
     assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_killed_in_the_pause_before_a_restart_has_noted_the_end(tmp_path: Path) -> None:
+    lines = "echo re''ady $HPC_RESTART; [ $HPC_RESTART != 0 ] || kill -9 $$"
+    job = Guarded(tmp_path, "launch.max_restarts=1", "--", "sh", "-c", lines)
+    job.wait_for("restart 1 of 1, in 2 s")
+    job.controller().kill()
+    assert job.ends() == 0, job.text
+    assert job.decisions() == ["again", "again"]
+    assert [(event["restart"], event["code"]) for event in job.record() if event["event"] == "ended"] == [
+        (0, 137),
+        (1, 0),
+    ]
+
+
+@pytest.mark.slow
+def test_a_notice_that_the_killed_controller_has_heard_counts_for_the_next_one(tmp_path: Path) -> None:
+    job = Guarded(tmp_path, "--", "sh", "-c", "trap '' USR2; echo re''ady; exec sleep 60")
+    job.wait_for("ready")
+    controller = job.controller()
+    job.process.send_signal(signal.SIGUSR2)
+    time.sleep(0.5)
+    controller.kill()
+    assert job.ends() == 75, job.text
+    assert job.decisions() == ["requeue"] and job.requeues() == [["requeue", "7"]]
+    assert f"{KILLED} after SIGUSR2; job 7 is back in the queue" in job.text

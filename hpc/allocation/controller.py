@@ -332,7 +332,7 @@ class Controller:
             started=end.started,
             signal=self._heard.name if self._heard else None,
             first={key: first.get(key) for key in ("rank", "host", "code", "message")} if first else None,
-            cause="hang" if first and first.get("hung") else end.orphaned,
+            cause="hang" if first and first.get("hung") else past and past.cause,
             last_step=end.last_step,
             **self._steps(),
         )

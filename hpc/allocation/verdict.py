@@ -82,9 +82,12 @@ def read_end(folder: Path, code: int, *, started: bool) -> End:
 
 
 def orphaned(end: End, past: Past, *, noticed: bool) -> End:
-    """The end of a start whose controller was killed: that is its cause, unless it had one of its own (as a notice is)."""
-    ended_with_it = bool((end.first or {}).get("by_us")) or end.code == exitcodes.WANTS_ANOTHER_ATTEMPT
-    if end.reported and (noticed or not ended_with_it):
+    """The end of a start whose controller was killed: that is its cause, unless it had one of its own.
+
+    Without a notice ranks save and leave, too, when their step is ended.
+    """
+    saved, by_us = end.code == exitcodes.WANTS_ANOTHER_ATTEMPT, bool((end.first or {}).get("by_us"))
+    if end.reported and (noticed if saved else not by_us):
         return end
     code = 128 + past.number
     return End(code=code, started=end.started, reported=False, last_step=end.last_step, orphaned=past.cause)
