@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc.errors import RunDirectoryError
+from hpc.rundir import write_private
+
 NAME = "after-task"
 PRESET = "SLURM_TASK_EPILOG"
 _SCRIPT = """#!/bin/sh
@@ -33,8 +36,8 @@ def write(folder: Path, environ: Mapping[str, str]) -> Path | None:
         return None
     path = folder / NAME
     try:
-        path.write_text(_SCRIPT, encoding="ascii")
+        write_private(path, _SCRIPT)
         path.chmod(0o700)
-    except OSError:
+    except (OSError, RunDirectoryError):
         return None
     return path
