@@ -165,6 +165,8 @@ def test_q15_no_second_job_while_one_of_the_run_is_there(shell: Shell) -> None:
     done = shell.send("run_dir=here", "train.epochs=9")
     assert done.returncode == 2 and "job 101 of this run is RUNNING" in done.stderr and shell.submissions() == 1
     assert "epochs: 9" not in (shell.folder / "here" / "config.yaml").read_text()
+    shell.says("squeue", "A_STATE_OF_LATER")
+    assert shell.send("run_dir=here").returncode == 2 and shell.submissions() == 1
     shell.says("squeue", "FAILED")
     assert shell.send("run_dir=here").returncode == 0 and shell.submissions() == 2
 

@@ -210,7 +210,7 @@ def _jobs_of(events: Sequence[Mapping[str, Any]], told: str = "submitted") -> li
 def _refuse_while_one_runs(jobs: Sequence[str]) -> None:
     """Two jobs in one run directory would train on the same checkpoints."""
     state = commands.state_of(jobs[-1]) if jobs else None
-    if state is not None and (state.is_running or state.is_pending or state.is_completing):
+    if state is not None and not state.is_finished:  # nor one whose name is not known here
         raise UsageError(f"job {jobs[-1]} of this run is {state.value}: it goes on there; scancel it first")
 
 
