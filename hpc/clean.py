@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.end and not asked.yes and not sys.stdin.isatty():
             raise UsageError("--end asks before it ends, and there is no terminal to ask at; give --yes as well")
         return _all_nodes(asked) if asked.all_nodes else _this_node(asked)
-    except HpcError as error:
+    except (HpcError, ModuleNotFoundError) as error:
         return report(DOOR, error)
     except (KeyboardInterrupt, EOFError):
         print(f"{DOOR}: nothing was ended", file=sys.stderr)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.forget:
             return _forget(asked.forget)
         return _cluster(asked.site_file)
-    except HpcError as error:
+    except (HpcError, ModuleNotFoundError) as error:
         return report(DOOR, error)
     except KeyboardInterrupt:
         print(f"{DOOR}: interrupted", file=sys.stderr, flush=True)

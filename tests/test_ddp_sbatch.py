@@ -186,7 +186,8 @@ def test_l16_r25_started_workers_are_nodes_times_gpus(tmp_path: Path) -> None:
 def test_x06_an_interpreter_without_the_packages_is_told_in_one_line(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     venv.create(bare, with_pip=False)
-    for words in (["hpc.launch", "jobs.digits"], ["hpc.submit", "--dry-run"], ["hpc.node", "jobs.digits"]):
+    doors = ["hpc.launch jobs.digits", "hpc.submit --dry-run", "hpc.node jobs.digits", "hpc.doctor --signals"]
+    for words in map(str.split, doors):
         done = subprocess.run(
             [bare / "bin" / "python", "-m", *words], cwd=ROOT, env={}, capture_output=True, text=True, timeout=60
         )
