@@ -37,7 +37,7 @@ PAIRS = max(2, min(6, 2 * (os.cpu_count() or 1)))
 """Jobs at once. A job at work needs hardly any time of the cores."""
 STARTS = max(1, PAIRS // 2)
 """Of these so many start: half of the time that takes is Slurm's, in the other all cores are needed."""
-LATE_S = 20.0
+LATE_S = 10.0
 """What is gone so much later was late, as on a machine that is overloaded; what is not was left."""
 _FAILS = (AssertionError, NotMeasured, OSError, ValueError, subprocess.SubprocessError)
 _shapes_before: list[Any] = []
