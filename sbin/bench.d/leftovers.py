@@ -90,6 +90,7 @@ class _Found:
     """One run: what it left, and whether that stayed; or why it could not be measured."""
 
     left: str = ""
+    kinds: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     late: bool = False
     obstacle: str = ""
@@ -135,13 +136,14 @@ class _Runs:
                 self._launch(self._rig, job, tuple(end.submit))
                 job.ready()
             left = leftover_rig.outcome(job, end)
-            words = ", ".join(f"{number} {name}" for name, number in left.count().items() if number)
+            kinds = tuple(name.replace("_", " ") for name, number in left.count().items() if number)
+            words = ", ".join(f"{number} {name}".replace("_", " ") for name, number in left.count().items() if number)
             names = tuple(map(str, (*left.processes, *left.shared_memory, *left.files, *left.ports)))
             until = time.monotonic() + LATE_S
             while left and time.monotonic() < until:
                 time.sleep(1.0)
                 left = job.look()
-            return _Found(left=words, names=names, late=bool(words and not left))
+            return _Found(left=words, kinds=kinds, names=names, late=bool(words and not left))
         except _FAILS as error:
             return _Found(
                 obstacle=f"{end.name}: {(str(error).strip().splitlines() or ['no reason was told'])[0][:200]}"
@@ -180,6 +182,7 @@ def _measured(who: str, track: str) -> Callable[[Bench], Iterator[Row]]:
         left = Counter[str](end.name for end, one in zip(ends, found, strict=True) if one.left)
         words = {end.name: one.left for end, one in zip(ends, found, strict=True) if one.left}
         told = "; ".join(f"{name} {number}/{runs} ({words[name]})" for name, number in left.items()) or "none"
+        by_kind = Counter[str](kind for one in found for kind in one.kinds)
         obstacles = [one.obstacle for one in found if one.obstacle]
         if obstacles:
             bench.failed = True
@@ -190,7 +193,7 @@ def _measured(who: str, track: str) -> Callable[[Bench], Iterator[Row]]:
         what = _text(who, track)
         yield Row(
             what=f"{what} ({measured} runs, {len(kinds)} kinds of end)",
-            against=f"counted: {told}" if who != "ours" else "counted",
+            against=f"counted: {', '.join(f'{name} {number}' for name, number in by_kind.items())}".removesuffix(": "),
             ratio=float(sum(left.values())),
             goal=0 if who == "ours" else None,
             reason=told,
