@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 from hpc import config
@@ -15,6 +16,11 @@ from hpc.allocation.controller import Controller
 from hpc.allocation.requeue import BATCH_KILLED, job_facts
 from hpc.allocation.warden import Past, Ward
 from hpc.rundir import ATTEMPT_VARIABLE, STANDING_VARIABLE, RunDirectory, check_own
+from hpc.slurm.states import JobState
+
+NOTICED_WITHIN_S = 5.0
+"""How long Slurm may take to notice that the batch script has died: a second with proctrack/cgroup (seen with 22.05.8)."""
+LOOK_S = 0.2
 
 
 def speak(path: Path) -> int:
@@ -27,7 +33,9 @@ def speak(path: Path) -> int:
     """
     os.environ.pop("SLURM_STEP_ID", None)  # a controller's place is no task
     allocation = allocations.read(os.environ)
-    facts = job_facts(allocation)
+    deadline = time.monotonic() + NOTICED_WITHIN_S
+    while (facts := job_facts(allocation)).state is JobState.RUNNING and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
     if facts.cut_short != BATCH_KILLED or facts.restarts != allocation.restarts:
         return 0
     run_dir = RunDirectory.open(path, shared=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc import exitcodes
 from hpc.errors import HpcError, printable
-from hpc.node import clock, leftovers, signals, stacks
+from hpc.node import clock, lastword, leftovers, signals, stacks
 from hpc.node.assembly import Assembly, Go, OthersEnded
 from hpc.node.deadline import Deadline
 from hpc.node.environment import TaskEnvironment
@@ -139,6 +139,7 @@ class Agent:
                 code = 128 + number
                 first = Failure(rank=-1, host=self.host_name, code=code, time=time.time(), message=text, by_us=True)
                 self._write_outcome(code, first)
+            lastword.speak(self.task, self._controller, self.settings.code)
         finally:
             os._exit(128 + number)
 

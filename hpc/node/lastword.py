@@ -6,19 +6,26 @@ KillWait (seen with 22.05.8). Whether the job may come back is not the agent's t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 
+from hpc.node.environment import TaskEnvironment
+from hpc.node.standby import Standby
 from hpc.rundir import RUN_DIR_VARIABLE
 
 LIMIT_S = 60.0  # Slurm's SIGKILL comes before
 
 
-def speak(code: str | None) -> None:
-    """Run the controller once more, in this task; returns when it has ended. `code`: where to start it."""
+def speak(task: TaskEnvironment, controller: Standby | None, cwd: str | None) -> bool:
+    """When the agent's last act is due: run the controller once more, in this task, where it has died. False: it has not.
+
+    A controller that a warden follows up is none of this agent's business: then Slurm says that the job runs.
+    """
+    if controller is None or not task.job_id or task.task_rank != 0 or not controller.is_deserted():
+        return False
     argv = [sys.executable, "-m", "hpc.launch", "--last-word", "--run-dir", os.environ.get(RUN_DIR_VARIABLE, "")]
-    try:
-        subprocess.run(argv, cwd=code, stdin=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # nobody is left to hear of it; the user submits again
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # nobody is left to hear of it
+        subprocess.run(argv, cwd=cwd, stdin=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    return True

@@ -42,30 +42,37 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
         finally:
             leftovers.end_descendants()  # whatever has come in between: the screen can be gone before this process
             agent.tidy.end()
-        if standby is not None and task.job_id and task.task_rank == 0 and standby.is_deserted():
-            lastword.speak(settings.code)
+        if lastword.speak(task, standby, settings.code):
             return code
         ends_well = code in (exitcodes.DONE, exitcodes.WANTS_ANOTHER_ATTEMPT)
         # once a step has gone on, its exit code may tell of an earlier start: the controller hears of this one in any case
         if standby is None or not (agent.is_complete if gone_on else agent.can_go_on and not ends_well):
             return code
-        _leave_signals(agent, code)
+        _leave_signals(agent, standby, code)
         if task.task_rank == 0 and not standby.report(code):
             return code
         word = standby.word()
         if word is None:
+            lastword.speak(task, standby, settings.code)
             return code
         os.environ.clear()
         os.environ.update({**environ, **word})
         gone_on = True
 
 
-def _leave_signals(agent: Agent, code: int) -> None:
+def _leave_signals(agent: Agent, standby: Standby, code: int) -> None:
     """From here on a signal that ends ends this process, which has no workers; a warning is kept for the next ones."""
     held = {*FORWARDED, *agent.warnings, signal.SIGCHLD}
     signals.hold(held)
     agent.let_go()
     startup = signals.listen(anew=True)
     startup.also(agent.settings.warning)
-    startup.on_end(lambda _: os._exit(code))
+
+    def end(_: signal.Signals) -> None:
+        try:
+            lastword.speak(agent.task, standby, agent.settings.code)
+        finally:
+            os._exit(code)
+
+    startup.on_end(end)
     signals.release()
