@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from submit_shell import ROOT
@@ -117,8 +118,8 @@ def test_s7_nothing_in_another_users_folder_is_started_continued_or_written_to(p
 
 def test_s7_only_this_user_tells_the_controller_that_agents_stand_by(place: Path) -> None:
     listener = Listener()
-    call = f"from hpc.node.standby import Standby; print(Standby({listener.name!r}).report(137))"
-    heard: dict[int, int | None] = {}
+    call = f"from hpc.node.standby import Standby; print(Standby({listener.name!r}).report({{'code': 137}}))"
+    heard: dict[int, Any] = {}
     for user in (OTHER, 0):
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(as_user, user, place, "-c", call)
@@ -126,5 +127,5 @@ def test_s7_only_this_user_tells_the_controller_that_agents_stand_by(place: Path
                 heard[user] = heard.get(user) or listener.hear()
                 time.sleep(0.02)
         assert asked.result().stdout == f"{user == 0}\n", asked.result().stderr
-    assert heard == {OTHER: None, 0: 137}
+    assert heard == {OTHER: None, 0: {"code": 137}}
     listener.close()

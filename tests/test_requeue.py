@@ -342,6 +342,22 @@ def test_an_agent_that_dies_while_it_stands_by_is_replaced(tmp_path: Path) -> No
     assert first[0] != second[0] and second[1] == "1"
 
 
+FILL = """[ -e {0}/full ] || dd if=/dev/zero of={0}/full bs=4k 2>/dev/null; echo again >> ran; exit 3"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: a small file system of its own")
+def test_a_failure_on_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """Neither the record nor the outcome can be written; it was taken for a lost step, and started again in vain."""
+    (small := tmp_path / "small").mkdir()
+    mounted = f'mount -t tmpfs -o size=256k,mode=700 none {small} && exec "$@"'
+    argv = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "hpc.launch", "--local"]
+    argv += [f"run_root={small}/runs", "--", "sh", "-c", FILL.format(small)]
+    done = subprocess.run(argv, cwd=tmp_path, env=batch_environ(tmp_path), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and "verdict: exited 3" in done.stderr, done.stderr
+    assert (tmp_path / "ran").read_text() == "again\n" and "could not be written" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_notice_in_the_pause_before_a_restart_is_heard(tmp_path: Path) -> None:
     job = Controller(tmp_path, "--", "sh", "-c", "echo $PPID > agent; kill -9 $$", SLURMD_NODENAME="n1")

@@ -7,7 +7,7 @@ import importlib.metadata
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -83,21 +83,20 @@ class Controller:
         )
         self.notices = (signal.SIGTERM, signal.Signals[f"SIG{loaded.config.slurm.signal}"])
         self.end_time = allocation.end_time
-        self.is_batch = True
-        self._noted_end = False
+        self.is_batch, self._noted_end = True, False
         self.restarts = self.retried = 0
         self.forgiven = 0  # restarts before a step that was kept
         self.steps_from = self._start_from = 0
         self.began = time.monotonic()
         self.start_began = time.time()
         self._running: RunningStep | None = None
+        self._outcome: Mapping[str, Any] | None = None  # told by agents that stand by
         self._undelivered: list[int] = []
         self._events_before = 0
         self._heard: signal.Signals | None = None
         self._notice: str | None = None
         self._own_notice: str | None = None  # the training core's: its own clock
-        self._keyboard = False
-        self._signals = 0
+        self._keyboard, self._signals = False, 0
         self._lost: tuple[str, ...] = ()  # nodes, after it
 
     def run(self) -> int:
@@ -217,7 +216,7 @@ class Controller:
             self._wait(running)
             return running.code()
         finally:
-            self._running = None
+            self._running, self._outcome = None, running.outcome
             self.starts.keep(running)
 
     def _wait(self, running: RunningStep) -> None:
@@ -315,7 +314,8 @@ class Controller:
     def _note_end(self, code: int, past: Past | None = None) -> End:
         """Read how the step ended, and write it into the record. `past`: the controller that was killed with it."""
         news = list(islice(self.run_dir.events(), self._events_before, None))
-        end = read_end(self.folder, code, started=any(event.get("event") == "started" for event in news))
+        started = any(event.get("event") == "started" for event in news)
+        end = read_end(self.folder, code, started=started, told=self._outcome)
         if any(event.get("event") == "stopping" and event.get("reason") == "TIME" for event in news):
             self._own_notice = "the time limit"
         if past is not None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from hpc import exitcodes
 from hpc.allocation.standby import Listener
@@ -50,6 +51,8 @@ class RunningStep:
         self._listener = listener
         self.stands_by: int | None = None
         """The exit code of the start whose agents wait for the word to begin another one."""
+        self.outcome: Mapping[str, Any] | None = None
+        """What these agents have told of it, as outcome.json does where it can be written."""
         self._end_wanted = self._end_sent = self._dismissed = self._slurm_ends = False
         self._force_at = math.inf
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -80,7 +83,7 @@ class RunningStep:
         deadline = time.monotonic() + seconds
         while self._child.poll() is None:
             if self._listener is not None and (told := self._listener.hear()) is not None and not self._dismissed:
-                self.stands_by = told
+                self.outcome, self.stands_by = told, int(told["code"])
                 return True
             if self._end_wanted and not self._end_sent:
                 self._end_sent = True
@@ -122,7 +125,7 @@ class RunningStep:
         """Tell the agents that stand by to start their workers again, with this in their environment; False: they have gone."""
         if not self._tell({"again": dict(told)}):
             return False
-        self.stands_by = None
+        self.stands_by = self.outcome = None
         self._end_wanted = self._end_sent = False
         self._force_at = math.inf
         return self._child.poll() is None

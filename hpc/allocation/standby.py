@@ -13,13 +13,14 @@ import os
 import secrets
 import socket
 import struct
+from typing import Any
 
 from hpc.allocation.allocation import Allocation
 from hpc.errors import NodelistError
 from hpc.slurm.nodelist import first_host
 
 READ_S = 1.0
-_LIMIT = 4096
+_LIMIT = 4 << 20  # of bytes in one report: tracebacks are in it
 
 
 def is_with_rank_zero(allocation: Allocation, node: str | None) -> bool:
@@ -45,20 +46,26 @@ class Listener:
     def fileno(self) -> int:
         return self._server.fileno()
 
-    def hear(self) -> int | None:
-        """The exit code of a start whose agents stand by now; None when nobody, or somebody else, has called."""
-        code = None
+    def hear(self) -> dict[str, Any] | None:
+        """The outcome of a start whose agents stand by now; None when nobody, or somebody else, has called."""
+        outcome = None
         while True:
             try:
                 caller, _ = self._server.accept()
             except OSError:
-                return code
-            with caller, contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                return outcome
+            with caller, contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
                 caller.settimeout(READ_S)
                 _, user, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if user == os.getuid():
-                    code = int(json.loads(caller.recv(_LIMIT))["code"])
+                    outcome = _read(caller)
                     caller.sendall(b"\n")
 
     def close(self) -> None:
         self._server.close()
+
+
+def _read(caller: socket.socket) -> dict[str, Any]:
+    with caller.makefile("rb") as stream:
+        told = json.loads(stream.readline(_LIMIT))
+    return {**told, "code": int(told["code"])}

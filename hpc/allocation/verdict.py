@@ -56,17 +56,19 @@ class End:
         return self.code if not self.never_started or known else exitcodes.UNAVAILABLE
 
 
-def read_end(folder: Path, code: int, *, started: bool) -> End:
+def read_end(folder: Path, code: int, *, started: bool, told: Mapping[str, Any] | None = None) -> End:
     """The end of the start whose outcome.json stands in the attempt's folder; `code` is srun's.
 
+    `told`: the same by another way: on a full disk there are neither outcome.json nor what the record says of the start.
     Of a start that came to no ranks, what a task had against it counts before what the others say: they were ended.
     """
+    started = started or bool(told and told.get("started"))
     if not started:
         refusals = [facts for path in folder.glob("error-task-*.json") if (facts := _facts(path)) is not None]
         if refusals:
             cause = min(refusals, key=lambda facts: float(facts.get("time") or 0.0))
             return End(code=int(cause.get("code") or code), started=False, reported=True, first=cause)
-    outcome = _facts(folder / "outcome.json")
+    outcome = _facts(folder / "outcome.json") or told
     if outcome is None:
         return End(code=code, started=started, reported=False)
     first = outcome.get("first")

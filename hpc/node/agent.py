@@ -22,7 +22,7 @@ from hpc.node.environment import TaskEnvironment
 from hpc.node.inquest import Inquest
 from hpc.node.journal import Journal, number_in
 from hpc.node.meeting import Connection
-from hpc.node.outcome import Failure, first_failure, write_refusal
+from hpc.node.outcome import Failure, first_failure, outcome_of, write_refusal
 from hpc.node.pace import Paces
 from hpc.node.preflight import GpuCheck
 from hpc.node.pulse import LOOK_S, Watch
@@ -77,6 +77,7 @@ class Agent:
         self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
         self._told_over: dict[str, Any] | None = None
         self._signalled: signal.Signals | None = None
+        self.outcome: dict[str, Any] = {}  # rank zero's agent: what outcome.json says, after the end
         self._settled = False
         self._missing = False  # another agent has gone, or was not heard
         self._unheard = Warnings(at_once=self.starter.target.is_training)
@@ -488,13 +489,12 @@ class Agent:
         assert self._signals is not None
         self._signals.close()
         for worker in self.workers:
-            worker.stacks.close()
-            worker.pulse.close()
-            if worker.open_log is not None:
-                worker.open_log.close()
+            worker.close()
 
     def _write_outcome(self, code: int, first: Failure | None) -> None:
-        if self.folder is None and first is not None:
-            self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")
+        facts = {"started": bool(self.workers), "last_step": self._steps_seen()}
+        self.outcome = {**outcome_of(code, first, self.failures), **facts}
         if self.folder is not None:
-            self.inquest.write_outcome(self.folder, code, first, self.failures, last_step=self._steps_seen())
+            self.inquest.write_outcome(self.folder, self.outcome)
+        elif first is not None:
+            self.note(f"rank {first.rank} on {first.host} failed first: {first.message}; the step ends with {code}")

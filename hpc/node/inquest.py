@@ -188,11 +188,9 @@ class Inquest:
         except OSError as error:
             self._note(f"the stacks could not be written: {error}")
 
-    def write_outcome(
-        self, folder: Path, code: int, first: Failure | None, failures: Sequence[Failure], *, last_step: int | None
-    ) -> None:
+    def write_outcome(self, folder: Path, outcome: Mapping[str, Any]) -> None:
         """Tell the controller how the step has ended."""
         try:
-            write_outcome(folder, code, first, failures, last_step=last_step)
+            write_outcome(folder, outcome)
         except OSError as error:
             self._note(f"the outcome could not be written: {error}")

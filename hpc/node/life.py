@@ -49,7 +49,7 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
         if standby is None or not (agent.is_complete if gone_on else agent.can_go_on and not ends_well):
             return code
         _leave_signals(agent, standby, code)
-        if task.task_rank == 0 and not standby.report(code):
+        if task.task_rank == 0 and not standby.report({**agent.outcome, "code": code}):
             return code
         word = standby.word()
         if word is None:

@@ -129,22 +129,23 @@ def alike(first: Failure, others: Iterable[Failure]) -> list[dict[str, Any]]:
     return sorted(groups, key=lambda group: -int(group["count"]))[:GROUPS_LIMIT]  # type: ignore[call-overload]
 
 
-def write_outcome(
-    folder: Path, code: int, first: Failure | None, failures: Iterable[Failure], *, last_step: int | None
-) -> None:
-    """Tell the controller how the step ended: its code, the first failure, and which others failed by themselves.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def outcome_of(code: int, first: Failure | None, failures: Iterable[Failure]) -> dict[str, Any]:
+    """How a start has ended: its code, the first failure, and which others failed by themselves."""
     others = [failure for failure in failures if failure is not first and not failure.by_us]
-    outcome = {
+    return {
         "code": code,
         "first": first.to_dict() if first else None,
         "others": len(others),
         "alike": alike(first, others) if first else [],
-        "last_step": last_step,
     }
+
+
+def write_outcome(folder: Path, outcome: Mapping[str, Any]) -> None:
+    """Tell the controller how the step ended.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     _write_whole(folder, "outcome.json", outcome)
 
 

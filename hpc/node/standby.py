@@ -10,6 +10,8 @@ import os
 import select
 import socket
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from hpc.rundir import STANDBY_VARIABLE
 
@@ -37,13 +39,16 @@ class Standby:
         name = os.environ.pop(STANDBY_VARIABLE, "")
         return cls(name) if name else None
 
-    def report(self, code: int) -> bool:
-        """Rank zero's agent: tell the controller how the start has ended; False when it is not on this machine."""
+    def report(self, outcome: Mapping[str, Any]) -> bool:
+        """Rank zero's agent: tell the controller how the start has ended, as outcome.json does where it can be written.
+
+        False when the controller is not on this machine.
+        """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.settimeout(ANSWER_S)
                 sock.connect(f"\0{self._name}")
-                sock.sendall(json.dumps({"code": code}).encode())
+                sock.sendall(json.dumps(outcome).encode() + b"\n")
                 return sock.recv(1) == b"\n"
         except OSError:
             return False

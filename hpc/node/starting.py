@@ -52,6 +52,13 @@ class Worker:
         except ProcessLookupError:  # a fork that leads no session yet
             os.kill(self.pid, SIGKILL)
 
+    def close(self) -> None:
+        """In its agent, when it has ended and nobody asks about it any more."""
+        self.stacks.close()
+        self.pulse.close()
+        if self.open_log is not None:
+            self.open_log.close()
+
 
 class Starter:
     """Starts the workers of one task, all alike but for their rank and their cores."""
