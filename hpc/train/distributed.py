@@ -44,8 +44,9 @@ SAVE_PATIENCE = 6.0
 """How many times longer than a collective may wait the ranks wait for a save of rank 0: as with launch.hang_timeout_s."""
 LOOKS_PER_S = 4000
 """No more looks at the store than this from all ranks together."""
-ANSWER_S = 3.0
-"""How long a rank whose collective timed out waits for the others to say that theirs did too."""
+ANSWER_S = 10.0
+"""How long a rank whose collective timed out waits for the others to say that theirs did too. With 3 s a rank on a busy node
+was once named as stuck that was only late to say so."""
 
 
 class CollectiveTimeout(HpcError):

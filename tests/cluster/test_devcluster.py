@@ -110,7 +110,8 @@ def test_a_job_in_high_preempts_a_job_in_low_which_comes_back(own: Rig) -> None:
     script = f"echo attempt ${{SLURM_RESTART_COUNT-first}} >>marks; srun -N2 bash -c '{step}'; sleep 300"
     low = own.sbatch(*ALL_GPUS, "--partition=low", "--wrap", script)
     own.wait_for_state(low, "RUNNING")
-    until(lambda: any(process.command.startswith("sleep 300") for process in own.processes_of()))
+    # both nodes' tasks: a shell that gets SIGTERM before it has set its trap says nothing
+    until(lambda: sum(process.command.startswith("sleep 300") for process in own.processes_of()) == 2)
     high = own.sbatch(*ALL_GPUS, "--partition=high", "--wrap", "hostname")
     until(lambda: marks.read_text().count("step told") == 2, timeout=15)  # at once, on both nodes
     assert own.state(low) == "RUNNING"  # its grace time runs, the batch shell heard nothing
