@@ -24,7 +24,9 @@ while True:
     optimizer.zero_grad()
     step += 1
     if step == 1:
-        (stamps / f"{start}.{rank}").write_text(repr(time.time()))
+        beside = stamps / f".{start}.{rank}"
+        beside.write_text(repr(time.time()))
+        beside.rename(stamps / f"{start}.{rank}")  # whole when it is seen
     enough = torch.tensor(float((stamps / "quick").exists()))
     dist.all_reduce(enough)
     if enough.item() > 0:
