@@ -199,4 +199,6 @@ _LAUNCHERS = frozenset(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(ward=WARD))
+    CODE = main(ward=WARD)
+    WARD.retire()
+    sys.exit(CODE)

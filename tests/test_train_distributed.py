@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_server import Ranks
 from steps import ROOT
 
@@ -138,13 +139,31 @@ def test_l13_a_stuck_rank_is_named_soon_after_the_time_out(ranks: Ranks, tmp_pat
         tmp_path,
         *("toy", "train.timeout_s=4", "train.batch_size=8", "trouble=sleep", "trouble_step=2", "trouble_rank=1"),
         ranks=3,
-        patience_s=6.0,
+        patience_s=12.0,
     )
     assert trial.codes[1] == -signal.SIGKILL and trial.codes[0] == trial.codes[2] == 1, trial.text()
     assert trial.seconds < 40
-    last = trial.logs[0].splitlines()[-1]
-    assert last.startswith("hpc.train: error: rank 0: a collective did not end within train.timeout_s=4")
-    assert "stuck or gone: rank 1;" in last
+    for rank in (0, 2):
+        last = trial.logs[rank].splitlines()[-1]
+        assert last.startswith(f"hpc.train: error: rank {rank}: a collective did not end within train.timeout_s=4")
+        assert "stuck or gone: rank 1;" in last
+
+
+def test_l13_a_connection_that_another_ranks_time_out_closed_is_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the rank that saw it would be the first to fail, and the one that is stuck would not be named."""
+    monkeypatch.setattr(distributed, "ANSWER_S", 0.5)
+    monkeypatch.setattr(distributed, "CONSEQUENCE_S", 0.2)
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8884.")
+    late = RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation")
+    store = dist.PrefixStore("hpc", dist.HashStore())
+    worlds = [World(info(rank), torch.device("cpu"), 4, store) for rank in range(4)]
+    assert worlds[2].blame(lost) is None, "nobody timed out: that peer has crashed"
+    assert worlds[2].blame(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    for world, error in ((worlds[0], late), (worlds[3], lost)):
+        assert "stuck or gone: rank 1" in str(world.blame(error)) and world.rank in (0, 3)
+    assert str(worlds[3].blame(lost)).startswith(
+        "rank 3: a collective did not end within train.timeout_s=4; stuck or gone: rank 1;"
+    )
 
 
 @pytest.mark.slow

@@ -118,6 +118,40 @@ def test_controllers_that_are_killed_before_they_have_started_anything_end_the_j
         assert pair.warden.stderr is not None and "as 2 before it" in pair.warden.stderr.read()
 
 
+ENDING = """
+import os, signal, sys, time
+from hpc.allocation import warden
+
+ward = warden.stand(sys.argv[1:], os.environ)
+ward.listen([signal.SIGINT], print)
+
+class Last:
+    def __del__(self, kill=os.kill, told=[os.getppid(), os.getpid()], sleep=time.sleep):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            for pid in told:
+                kill(pid, number)
+        sleep(0.5)
+        os.write(1, b"end")
+
+last = Last()
+if "retires" in sys.argv:
+    ward.retire()
+else:
+    del Last.__del__.__defaults__[1][1]
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("word", "code", "said"), [("retires", 3, "end"), ("does not", 130, "")])
+def test_a_signal_while_the_interpreter_ends_is_no_kill(word: str, code: int, said: str) -> None:
+    """Its handlers are gone by then, and a second controller would go on with a job that is over."""
+    batch = {"SLURM_JOB_ID": "7", "SLURM_TASK_PID": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, word], env=batch, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+
+
 @pytest.mark.parametrize(
     ("argv", "environ"),
     [([], {}), ([], {"SLURM_JOB_ID": "7"}), (["--local"], {"SLURM_JOB_ID": "7", "SLURM_TASK_PID": "1"})],

@@ -59,6 +59,9 @@ def _passed(number: int) -> int:
     return signal.SIGRTMIN + number
 
 
+_ALL = frozenset(PASSED_ON) | frozenset(map(_passed, (0, *PASSED_ON)))
+
+
 class Past:
     """What the next controller is told of one that was killed."""
 
@@ -110,6 +113,11 @@ class Ward:
         early, self._early = self._early, []
         for number in early:
             self._act(number)
+
+    def retire(self) -> None:
+        """No signal from here on: the interpreter gives up its handlers before it ends, and one in between would kill it."""
+        if self._store is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
 
     def tell(self, standing: Mapping[str, Any]) -> None:
         """What the next controller has to know of this one, should it be killed from now on."""
@@ -180,6 +188,8 @@ class _Warden:
             else:
                 self._pass_on(number)
         code = os.waitstatus_to_exitcode(status)
+        if -code - signal.SIGRTMIN in PASSED_ON:
+            code += signal.SIGRTMIN
         if code >= 0 or -code in _ENDS:
             if any(map(_starts_agents, _children())):  # a fault of the toolkit's own: it has left its step behind
                 self._wait_for_step()
@@ -271,7 +281,7 @@ def stand(argv: list[str], environ: Mapping[str, str]) -> Ward:
     words = argv[: argv.index("--")] if "--" in argv else argv
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_TASK_PID") or "--local" in words:
         return Ward()
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD, *map(_passed, (0, *PASSED_ON))})
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL | {signal.SIGCHLD})
     warden, past = _Warden(), None
     while True:
         ward = warden.fork(past)

@@ -47,6 +47,10 @@ LOOKS_PER_S = 4000
 ANSWER_S = 10.0
 """How long a rank whose collective timed out waits for the others to say that theirs did too. With 3 s a rank on a busy node
 was once named as stuck that was only late to say so."""
+CONSEQUENCE_S = 1.0
+"""How long a rank that has lost a connection waits for another one to say that it gave up waiting: else that one has died."""
+TIMED_OUT, WAITED = "timed-out", "waited"
+"""Keys of the store: the ranks whose own collective timed out, and those that lost a connection in one."""
 
 
 class CollectiveTimeout(HpcError):
@@ -191,27 +195,24 @@ class World:
                     f"train.timeout_s): look at the file system of the run directory, or raise train.timeout_s"
                 )
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, max(0.1, self.size / LOOKS_PER_S))
+            wait_s = min(2 * wait_s, self._look_s)
         failed = json.loads(self.store.get(key))
         if failed:
             raise RankZeroFailed(f"rank 0 failed: {failed[1]}", failed[0])
 
     def blame(self, error: BaseException) -> CollectiveTimeout | None:
-        """If `error` is a collective that timed out: the error that names the ranks that took no part in it.
+        """If `error` is a collective that timed out, on this rank or first on another: the error that names who was missing.
 
         Every rank that waited says so in the store; those who do not are stuck elsewhere, or gone.
         """
-        text = str(error)
-        if self.store is None or not isinstance(error, RuntimeError) or "timed out" not in text.lower():
+        if self.store is None or not isinstance(error, RuntimeError):
             return None
-        keys = [f"waited/{rank}" for rank in range(self.size)]
-        silent = list(range(self.size))
         try:
-            self.store.set(keys[self.rank], "")
-            deadline = time.monotonic() + ANSWER_S
-            while silent and time.monotonic() < deadline:
-                time.sleep(0.1)
-                silent = [rank for rank in silent if not self.store.check([keys[rank]])]
+            if "timed out" in str(error).lower():
+                self.store.append(TIMED_OUT, f"{self.rank} ")
+            elif not (_is_lost_connection(error) and self._another_timed_out(self.store)):
+                return None
+            silent = self._who_is_silent(self.store)
         except (dist.DistError, RuntimeError):
             return None
         who = f"rank {', '.join(map(str, silent))}" if silent else "no single rank, so perhaps the network"
@@ -219,6 +220,31 @@ class World:
             f"rank {self.rank}: a collective did not end within train.timeout_s={self.timeout_s:g}; stuck or gone: {who}; "
             f"see the log of that rank, or raise train.timeout_s if it was only slow"
         )
+
+    def _another_timed_out(self, store: dist.Store) -> bool:
+        """Gloo closes the connections of a rank whose collective timed out: the others see that, and not that it is late."""
+        store.append(WAITED, f"{self.rank} ")
+        deadline = time.monotonic() + CONSEQUENCE_S
+        while not store.check([TIMED_OUT]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(self._look_s)
+        return True
+
+    def _who_is_silent(self, store: dist.Store) -> list[int]:
+        """The ranks that have not said within ANSWER_S that they waited, too."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            said = b" ".join(store.get(key) for key in (TIMED_OUT, WAITED) if store.check([key]))
+            silent = sorted(set(range(self.size)).difference(map(int, said.split())))
+            if not silent or time.monotonic() > deadline:
+                return silent
+            time.sleep(self._look_s)
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two looks of this rank at the store."""
+        return max(0.1, self.size / LOOKS_PER_S)
 
     def _object_device(self) -> torch.device | None:
         return self.device if self.device.type == "cuda" else None
@@ -288,6 +314,11 @@ def _join(info: RankInfo, device: torch.device, timeout_s: float, rendezvous_tim
             f"and whether this host can reach that address"
         ) from error
     return dist.PrefixStore("hpc", store)
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Gloo's error has the place in its source in it, and no type of its own; NCCL's are DistErrors."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _leave(*, abort: bool) -> None:

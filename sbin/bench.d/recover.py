@@ -188,15 +188,6 @@ def _load() -> str:
     return f"{os.getloadavg()[0]:.1f} processes wanted to run on {os.cpu_count()} cores"
 
 
-SAVING = [
-    Measurement([STALL], stalls),
-    Measurement([DURABLE], durable),
-    Measurement([PACE], paces),
-    Measurement([KILLED], killed),
-    Measurement([DAMAGED], damaged),
-    Measurement([OVERHEAD], overhead),
-]
-
 # --- runs on the dev cluster that are killed, stopped or told to go (parts/comebacks.py) -----------------------------
 
 AGAIN = "kill -9 of a worker to the first new step, 1 x 4 ranks"
@@ -339,14 +330,25 @@ def _hit(hit: tuple[str, float, int]) -> str:
     return f"{hit[0]} {hit[1]:.1f} s and {hit[2]} steps"
 
 
+SAVING = [
+    Measurement([STALL], stalls),
+    Measurement([DURABLE], durable),
+    Measurement([PACE], paces),
+    Measurement([OVERHEAD], overhead),
+]
 COMING_BACK = [
     Measurement([AGAIN, DEAD], restarts, needs_slurm=True),
     Measurement([BESIDE_TORCHRUN], beside_torchrun, needs_slurm=True),
     Measurement([STOPPED], stops, needs_slurm=True),
-    Measurement([CALM], calm, needs_slurm=True),
     Measurement([GONE, REQUEUED], notices, needs_slurm=True),
-    Measurement([LOST_BY_NOTICE], lost_by_notice, needs_slurm=True),
-    Measurement([LOST_BY_KILL], lost_by_kill, needs_slurm=True),
     Measurement([RACE], races, needs_slurm=True),
 ]
-MEASUREMENTS = [*SAVING, *COMING_BACK]
+COUNTED = [
+    Measurement([CALM], calm, needs_slurm=True),
+    Measurement([KILLED], killed),
+    Measurement([DAMAGED], damaged),
+    Measurement([LOST_BY_NOTICE], lost_by_notice, needs_slurm=True),
+    Measurement([LOST_BY_KILL], lost_by_kill, needs_slurm=True),
+]
+MEASUREMENTS = [*SAVING, *COMING_BACK, *COUNTED]
+"""The counted ones last: what else the machine does then changes no ratio."""

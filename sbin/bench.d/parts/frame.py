@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -225,9 +226,13 @@ def measure(measurements: Sequence[Measurement], bench: Bench) -> Iterator[list[
             if one.needs_slurm:
                 bench.rig()
             found = list(one.run(bench))
-        except (NotMeasured, AssertionError) as why:  # the latter is how the dev cluster's rig tells what went wrong
+        except Exception as why:  # an hour's other rows are not to be lost by a fault of one
             bench.failed = True
-            words = str(why).strip().splitlines() or ["no reason was told"]
+            if not isinstance(
+                why, (NotMeasured, AssertionError)
+            ):  # how this benchmark and the dev cluster's rig tell it
+                traceback.print_exc()
+            words = str(why).strip().splitlines() or [type(why).__name__]
             print(f"not measured: {'; '.join(one.rows)}: {words[0][:300]}", file=sys.stderr, flush=True)
             continue
         yield [row for row in found if bench.only.lower() in row.what.lower()]
