@@ -144,6 +144,14 @@ class TrainConfig:
     """The newest whole checkpoints that are kept."""
     keep_every_steps: int | None = None
     """Checkpoints of steps that are a multiple of this are never removed."""
+    best_metric: str | None = None
+    """A metric of the job's evaluation: the checkpoint with the best value is never removed, and each evaluation's step is
+    saved. Of equal ones the later is the best."""
+    best_mode: str = "max"
+    """Whether the highest value of best_metric is the best ("max") or the lowest ("min")."""
+    stop_when_diverged: bool = True
+    """End the run when the losses of ten logged steps in a row are no finite numbers, or the last one. From the first on no
+    checkpoint is written, so that those from before stay."""
     log_every_steps: int = 10
     timeout_s: float = 600.0
     """How long a collective may wait before the process group gives up, in seconds. For a save the ranks wait six times as long."""
@@ -179,6 +187,7 @@ class TrainConfig:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"train.{name}={value}: a number above 0 was needed")
         choices = {"precision": ("fp32", "bf16", "fp16"), "device": ("auto", "cuda", "cpu"), "strategy": ("ddp", "dp")}
+        choices["best_mode"] = ("max", "min")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name}={getattr(self, name)}: one of {', '.join(allowed)} was needed")

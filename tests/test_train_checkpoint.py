@@ -6,6 +6,7 @@ import collections
 import errno
 import json
 import logging
+import math
 import os
 import random
 import stat
@@ -16,7 +17,9 @@ import pytest
 import torch
 from rank_server import Ranks
 
+from hpc.errors import ConfigError
 from hpc.train import checkpoint
+from hpc.train.best import Best
 from hpc.train.checkpoint import CheckpointError, Checkpoints, damage, read, require_plain
 
 
@@ -56,6 +59,38 @@ def test_the_newest_are_kept_and_only_they(tmp_path: Path) -> None:
     checkpoints = written(tmp_path, 9, 10, 11, 100, keep=2)
     assert checkpoints.steps() == [11, 100]
     assert sorted(os.listdir(checkpoints.folder)) == ["step-100", "step-11"]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("max", [30, 50]), ("min", [20, 50])])
+def test_k24_the_best_is_kept_and_of_equal_ones_the_later(tmp_path: Path, mode: str, expected: list[int]) -> None:
+    best = Best("accuracy", mode)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, best=best)
+    checkpoints.prepare()
+    for step, value in ((9, 0.9), (10, 0.3), (20, 0.3), (30, 0.9), (40, math.nan), (50, 0.6)):
+        checkpoints.write(step, state(step), {"position": {"step": step}})
+        best.note(step, {"loss": 1.0, "accuracy": value})
+        assert checkpoints.best_step() == best.of(checkpoints.steps())
+    assert checkpoints.steps() == expected
+    assert checkpoints.newest() == checkpoints.path(50), "a run goes on from the newest one, whatever the best one is"
+
+
+def test_a_best_metric_that_the_evaluation_does_not_give_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="train.best_metric=acuracy: .* gives loss, accuracy; did you mean accuracy"):
+        Best("acuracy", "max").note(7, {"loss": 1.0, "accuracy": 0.5})
+
+
+@pytest.mark.slow
+def test_k24_the_best_checkpoint_of_a_run_outlives_its_restarts(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = ("toy", "run_dir=run", "train.epochs=4", "train.keep_checkpoints=1", "train.best_metric=error")
+    arguments += ("train.best_mode=max", "optimizer=adamw", "lr=0.05")
+    assert 41 in ranks(tmp_path, *arguments, "trouble=exit", "trouble_step=4", ranks=2).codes
+    last = ranks(tmp_path, *arguments, ranks=2).check().logs[0].splitlines()[-1]
+    found = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    errors = {line["step"]: line["error"] for line in found if line["kind"] == "eval"}
+    best = max(errors, key=lambda step: errors[step])
+    assert best < max(errors) == 4, "this trial is to have its best checkpoint early"
+    assert Checkpoints(tmp_path / "run/checkpoints").steps() == [best, 4]
+    assert last.endswith(f"; best error {errors[best]:.4g}: run/checkpoints/step-{best}")
 
 
 def test_a_damaged_one_does_not_count_among_those_kept(tmp_path: Path) -> None:
@@ -215,6 +250,19 @@ def test_what_passes_as_plain_does_load_safely(tmp_path: Path) -> None:
     assert torch.equal(loaded.pop(7), values.pop(7)) and loaded == values
 
 
+def test_k12_a_checkpoint_of_gpu_tensors_is_read_into_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from there each rank fills its own device: nothing is put on the GPU that a tensor was saved from."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        path = written(tmp_path, 3).path(3)
+    with pytest.raises(RuntimeError, match="CUDA"):  # what torch.load makes of it by itself
+        torch.load(path / "model.pt")
+    assert damage(path) is None
+    assert read(path)[0]["weight"].device.type == "cpu"
+
+
 @pytest.mark.slow
 def test_k13_a_checkpoint_of_a_real_run_loads_with_the_default_loader(ranks: Ranks, tmp_path: Path) -> None:
     ranks(tmp_path, "toy", "run_dir=run", "optimizer=adamw", "dropout=0.1", ranks=2).check()
@@ -222,7 +270,8 @@ def test_k13_a_checkpoint_of_a_real_run_loads_with_the_default_loader(ranks: Ran
     assert path is not None
     model, trainer = torch.load(path / "model.pt"), torch.load(path / "trainer.pt")
     assert not any(name.startswith("module.") for name in model)
-    assert set(trainer) == {"position", "optimizer", "scheduler", "scaler", "random", "data", "total", "made_with"}
+    named = {"position", "optimizer", "scheduler", "scaler", "hyperparameters", "random", "data", "total", "made_with"}
+    assert set(trainer) == named
     assert len(trainer["random"]) == 2
 
 

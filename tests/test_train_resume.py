@@ -62,6 +62,7 @@ def test_k10_stopped_at_any_step_it_is_the_uninterrupted_run(
     exact(straight, broken)
     for rank in range(number):
         assert ids(straight, rank) == ids(broken, rank)
+        assert (broken / f"mapped-{rank}").read_text() == "", "a checkpoint may be removed while a rank trains"
 
 
 @pytest.mark.slow
@@ -111,6 +112,8 @@ def test_what_has_changed_since_the_checkpoint_is_named(ranks: Ranks, tmp_path: 
         "changed since the checkpoint: lr: 0.05 -> 0.04",
         "changed since the checkpoint: train.max_steps: 2 -> 3",
     ]
+    # and they hold: the third step has the new rate, at the place in the schedule (of two steps) that was reached
+    assert [line["lr"] for line in lines(tmp_path)] == pytest.approx([0.05 / 4, 0.05 * 2 / 4 * 3 / 4, 0.04 * 3 / 4 / 2])
 
 
 @pytest.mark.slow

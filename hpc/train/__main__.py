@@ -187,7 +187,12 @@ def _last_line(outcome: Outcome) -> str:
     if outcome.metrics:
         figures = ", ".join(figure(name, value) for name, value in outcome.metrics.items())
         text += f", {figures} on {outcome.held_out} held-out samples"
-    return f"{text}; checkpoint {_shown(outcome.checkpoint)}" if outcome.checkpoint else text
+    if outcome.checkpoint:
+        text += f"; checkpoint {_shown(outcome.checkpoint)}"
+    if outcome.best:
+        name, value, path = outcome.best
+        text += f"; best {figure(name, value)}: {_shown(path)}"
+    return text
 
 
 def _stop_line(outcome: Outcome, stop: Stop, run: RunDirectory) -> str:

@@ -33,6 +33,7 @@ import torch
 from torch.utils.serialization import config as torch_options
 
 from hpc.errors import HpcError
+from hpc.train.best import Best
 
 log = logging.getLogger("hpc.train")
 
@@ -56,12 +57,13 @@ class CheckpointError(HpcError):
 
 
 class Checkpoints:
-    """The checkpoints of one run: the `keep` newest whole ones, and those at multiples of `keep_every` steps."""
+    """The checkpoints of one run: the `keep` newest whole ones, those at multiples of `keep_every` steps, and the best."""
 
-    def __init__(self, folder: Path, keep: int = 2, keep_every: int | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = 2, keep_every: int | None = None, best: Best | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.keep_every = keep_every
+        self.best = best
         self._damaged: set[int] = set()  # found so by `newest`, and not written anew since
 
     def prepare(self) -> None:
@@ -122,6 +124,10 @@ class Checkpoints:
             )
         return None
 
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint that there is."""
+        return None if self.best is None else self.best.of(self.steps())
+
     def write(self, step: int, model: dict[str, Any], trainer: dict[str, Any], config: str = "") -> Path:
         """Publish a checkpoint, then remove what is not to be kept. See `publish`."""
         path = self.publish(step, model, trainer, config)
@@ -163,8 +169,9 @@ class Checkpoints:
             # a later one whose bytes are wrong must not drive out those that are written after a return to an earlier one
             known = [step for step in self.steps() if step not in self._damaged]
             whole = [step for step in known if _quick_damage(self.path(step)) is None]
+            best = None if self.best is None else self.best.of(whole)
             for step in whole[: -self.keep]:
-                if self.keep_every is None or step % self.keep_every:
+                if step != best and (self.keep_every is None or step % self.keep_every):
                     # renamed first, so that no half-removed folder bears a checkpoint's name
                     os.rename(self.path(step), self._discarded(self.path(step)))
             self._clear()
@@ -186,6 +193,8 @@ class Checkpoints:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's and the trainer's state of a checkpoint, on the CPU.
 
+    The tensors are mapped, so that the ranks of a node share the memory: copy what is to outlive the checkpoint's files.
+
     Raises:
         CheckpointError: a file that safe loading refuses, which `Checkpoints` cannot have written.
     """
@@ -194,7 +203,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a file that is none of ours can make anything of it
         kind = type(error).__name__
         cause = kind if kind == "UnpicklingError" else f"{kind}: {' '.join(_why(error).split())[:200]}"

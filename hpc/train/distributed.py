@@ -209,7 +209,7 @@ class World:
             return None
         try:
             if "timed out" in str(error).lower():
-                self.store.append(TIMED_OUT, f"{self.rank} ")
+                self.store.append(TIMED_OUT, f"{self.rank} ")  # type: ignore[attr-defined]
             elif not (_is_lost_connection(error) and self._another_timed_out(self.store)):
                 return None
             silent = self._who_is_silent(self.store)
@@ -223,7 +223,7 @@ class World:
 
     def _another_timed_out(self, store: dist.Store) -> bool:
         """Gloo closes the connections of a rank whose collective timed out: the others see that, and not that it is late."""
-        store.append(WAITED, f"{self.rank} ")
+        store.append(WAITED, f"{self.rank} ")  # type: ignore[attr-defined]
         deadline = time.monotonic() + CONSEQUENCE_S
         while not store.check([TIMED_OUT]):
             if time.monotonic() > deadline:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from hpc.schema import TrainConfig
 from hpc.train import randomness, strategy
 from hpc.train.distributed import World
+from hpc.train.divergence import Divergence
 from hpc.train.evaluation import evaluate
 from hpc.train.heartbeat import Heartbeat
 from hpc.train.interval import Pace, Plan, dear
@@ -59,6 +60,8 @@ class Outcome:
     held_out: int
     checkpoint: Path | None
     stopped_at: int | None = None
+    best: tuple[str, float, Path] | None = None
+    """Metric, value and checkpoint, with train.best_metric."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,17 @@ class Data:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step changes. `model` is the job's own, `wrapped` the same one as the loss calls it."""
+    """What a step changes. `model` is the job's own, `wrapped` the same one as the loss calls it.
+
+    `fresh`: the hyperparameters as the job has made them (hyperparameters.fresh).
+    """
 
     model: nn.Module
     wrapped: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler
+    fresh: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,7 @@ class Loop:
         self._warned = False
         self._saved_at = position.step  # where a checkpoint stands; at 0 there is nothing to save
         self._first = position.step
+        self._divergence = Divergence(config.stop_when_diverged)
 
     def run(self) -> Outcome:
         """Go on from the position to the last step or the agreed stop, save, evaluate."""
@@ -160,10 +168,12 @@ class Loop:
         self._restart_clocks()
         while self.position.step < self.total and not self.stopped:
             self._epoch()
+        if not self.stopped:
+            self._divergence.give_up(self._saved_at)
         if self.stopped:
             self.record.note("stopping", step=self.position.step, reason=self.stop.reason)
         self.heartbeat.phase("save", None)
-        if self._saved_at != self.position.step:
+        if self._saved_at != self.position.step and not self._divergence.holds_saves:
             self._save()
         self.world.await_rank_zero(self.saving.finish)  # no rank leaves before the last save is durable
         self.world.barrier()  # nor rank 0, which may serve the store, before the others know
@@ -173,8 +183,9 @@ class Loop:
             seconds=time.monotonic() - began,
             metrics=self.results,
             held_out=self.data.held_out_samples,
-            checkpoint=self.saving.path(self.position.step) if self.position.step else None,
+            checkpoint=self.saving.path(self._saved_at) if self._saved_at else None,
             stopped_at=self.position.step if self.stopped else None,
+            best=self.saving.best() if self.world.is_rank_zero else None,
         )
 
     def _stop_if_agreed(self) -> None:
@@ -256,12 +267,15 @@ class Loop:
         total, save_after = self.world.total(self._sums).tolist()
         loss, self._save_after = total / samples, int(save_after)
         self._sums.zero_()
-        if self.metrics is None:
-            return
-        step, epoch, speed = self.position.step, self._epoch_of_step(), self._speed.per_second()
-        self.progress.figures(step, epoch, loss, speed)
-        figures = {"loss": loss, "lr": rate, "samples_per_s": round(speed, 1), "time": round(time.time(), 3)}
-        self.metrics.note("train", step, epoch, figures)
+        step, epoch = self.position.step, self._epoch_of_step()
+        if self.metrics is not None:
+            speed = self._speed.per_second()
+            self.progress.figures(step, epoch, loss, speed)
+            figures = {"loss": loss, "lr": rate, "samples_per_s": round(speed, 1), "time": round(time.time(), 3)}
+            self.metrics.note("train", step, epoch, figures)
+        news = self._divergence.logged(step, loss, self._saved_at)
+        if news and self.world.is_rank_zero:
+            log.warning("%s", news)
 
     def _epoch_of_step(self) -> int:
         """The epoch that the step just done belongs to."""
@@ -286,6 +300,7 @@ class Loop:
         every, step = self.config.save_every_steps, self.position.step
         save = step == self.total or step == self._save_after or (every is not None and step % every == 0)
         evaluate = self._evaluation_due()
+        save = (save or (evaluate and self.config.best_metric is not None)) and not self._divergence.holds_saves
         if save:
             self._save()
         if evaluate:
@@ -319,6 +334,7 @@ class Loop:
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
             "scaler": parts.scaler.state_dict(),
+            "hyperparameters": dict(parts.fresh),
             "random": generators,
             "data": {"samples": self.data.sampler.samples, "seed": self.config.seed},
             "total": self.total,
@@ -368,6 +384,7 @@ class Loop:
             log.info("step %d/%d, epoch %d, held-out: %s", self.position.step, self.total, epoch + 1, text)
             figures = {"samples": self.data.held_out_samples, **self.results}
             self.metrics.note("eval", self.position.step, epoch, figures)
+        self.saving.evaluated(self.position.step, results)
 
     def _go_on_evaluating(self) -> bool:
         """Between two batches of an evaluation: a sign of life, and no reason to stop."""

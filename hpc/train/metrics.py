@@ -75,10 +75,18 @@ class Metrics:
 
     def evaluation(self, step: int) -> dict[str, float] | None:
         """The metrics of the evaluation noted at `step`; None when there was none."""
-        for line in read(self.run.metrics_file):
-            if line.get("kind") == "eval" and line.get("step") == step:
-                return {k: math.nan if v is None else v for k, v in line.items() if k not in ("kind", "step", "epoch")}
+        for noted in self.evaluations():
+            if noted["step"] == step:
+                return {name: value for name, value in noted.items() if name not in ("step", "epoch")}
         return None
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """ "step", "epoch", "samples" and the metrics of each evaluation that is noted."""
+        return [
+            {name: math.nan if value is None else value for name, value in line.items() if name != "kind"}
+            for line in read(self.run.metrics_file)
+            if line.get("kind") == "eval"
+        ]
 
     def close(self) -> None:
         """Write out what TensorBoard has yet to write; where that fails, metrics.jsonl has all of it."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,20 @@ class Saving:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step stands."""
         return self._checkpoints.path(step)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the checkpoint of a step is worth.
+
+        Raises:
+            ConfigError: the metric that tells the best one is not among them.
+        """
+        if self._checkpoints.best is not None:
+            self._checkpoints.best.note(step, metrics)
+
+    def best(self) -> tuple[str, float, Path] | None:
+        """The metric, its value and the path of the best checkpoint, where one is asked for and there is one."""
+        best, step = self._checkpoints.best, self._checkpoints.best_step()
+        return None if best is None or step is None else (best.metric, best.value(step), self.path(step))
 
     def check(self) -> None:
         """Raise what a save failed with; called at each step, so it has to be cheap."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ import torch
 from hpc.errors import ConfigError, EnvironmentMismatch
 from hpc.rundir import RunDirectory
 from hpc.schema import TrainConfig
-from hpc.train import checkpoint, randomness, strategy
+from hpc.train import checkpoint, hyperparameters, randomness, strategy
+from hpc.train.best import Best
 from hpc.train.checkpoint import Checkpoints
 from hpc.train.distributed import World
 from hpc.train.heartbeat import Heartbeat
@@ -52,7 +54,8 @@ def train(
         CheckpointError: a checkpoint that cannot be written, or none that can be read though there are some.
     """
     heartbeat = Heartbeat.from_environ()
-    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints, config.keep_every_steps)
+    best = None if config.best_metric is None else Best(config.best_metric, config.best_mode)
+    checkpoints = Checkpoints(run.checkpoints, config.keep_checkpoints, config.keep_every_steps, best)
     record = Record.of(run, world.is_rank_zero)
     if stop.here():
         return _not_begun(checkpoints, world, record, stop)
@@ -69,6 +72,8 @@ def train(
     metrics = Metrics(run) if world.is_rank_zero else None
     if metrics is not None:
         metrics.rewind(position.step)
+        if best is not None:
+            best.take(metrics.evaluations())
     saving = Saving(
         checkpoints,
         configuration,
@@ -128,6 +133,8 @@ def _take_data(job: TrainingJob, config: TrainConfig, world: World) -> Data:
                 f"rank 0 has {sizes[0][0]} training and {sizes[0][1]} held-out samples, rank {rank} has {size[0]} and "
                 f"{size[1]}: all ranks need the same data; look whether the folder is complete on every node"
             )
+    if config.best_metric is not None and held_out is None:
+        raise ConfigError(f"train.best_metric={config.best_metric}: the job has no held-out samples to evaluate on")
     if samples == 0:
         raise ConfigError("the training data has no samples; look at the job's data settings")
     if config.batch_size // config.accumulate < world.size:
@@ -167,9 +174,11 @@ def _make_parts(
     optimizer = job.optimizer(model)
     scheduler = job.scheduler(optimizer, total)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+    fresh = hyperparameters.fresh(optimizer, scheduler)
     if saved:
         then = saved[1]
-        optimizer.load_state_dict(then["optimizer"])
+        # on the CPU the optimizer would keep the tensors as they are, which are mapped from the checkpoint
+        optimizer.load_state_dict(copy.deepcopy(then["optimizer"]) if world.device.type == "cpu" else then["optimizer"])
         if scheduler is not None and then["scheduler"] is not None:
             state = then["scheduler"]
             if then.get("total", total) != total:  # more epochs than before, say
@@ -177,9 +186,10 @@ def _make_parts(
                 assert other is not None
                 state = _with_new_total(state, other.state_dict(), scheduler.state_dict())
             scheduler.load_state_dict(state)
+        hyperparameters.renew(optimizer, scheduler, then.get("hyperparameters", fresh), fresh)
         if then["scaler"]:  # of a run without fp16 it is empty
             scaler.load_state_dict(then["scaler"])
-    return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler)
+    return Parts(model, strategy.wrap(model, config, world), optimizer, scheduler, scaler, fresh)
 
 
 def _with_new_total(saved: Any, then: Any, now: Any) -> Any:

@@ -21,7 +21,7 @@ class Config:
     unused: bool = False
     """A layer that the loss does not use."""
     folder: str = ""
-    """Where each rank notes the ids of the samples it saw."""
+    """Where each rank notes the ids of the samples it saw, and which files of checkpoints are mapped into its memory."""
     trouble: str = ""
     """"exit" (as soon as no save is under way), "raise", "sleep", "signal", "notice USR2 TERM" (this process signals
     itself, 0.2 s apart), "disk" (a full disk: what calls gets that error), "readonly" (this
