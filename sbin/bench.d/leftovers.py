@@ -118,7 +118,12 @@ class _Runs:
             return found
 
         with ThreadPoolExecutor(self.at_once) as pool:
-            found = list(pool.map(one, ends))
+            runs = [pool.submit(one, end) for end in ends]
+            try:
+                found = [run.result() for run in runs]
+            except BaseException:  # somebody has stopped it: what has not begun is not to
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         for number, end in enumerate(ends):
             if found[number].late or found[number].obstacle:
                 found[number] = self.one(end)

@@ -70,7 +70,7 @@ def paces(bench: Bench) -> Iterator[Row]:
             goal=1 / 0.85,
             ours_s=statistics.median(during),
             theirs_s=statistics.median(without),
-            reason=f"a pair's ratio was {_quartiles(ratios)}; {_load()}",
+            reason=f"writing and checksum take time of a core that the ranks need: a pair's ratio was {_quartiles(ratios)}; {_load()}",
         )
 
 
@@ -313,8 +313,7 @@ def races(bench: Bench) -> Iterator[Row]:
     yield Row(what=what, against="the bound, over ours", ratio=bound / share, goal=1 / 0.95, reason=told)
     lost = {name: result.lost_s(step_s) - queued[name] * wait_s for name, result in found.items()}
     for rival in ("torchrun", "submitit"):
-        theirs = found[rival]
-        reason = f"ours: {told}; {rival}: {', '.join(map(_hit, theirs.hits))}"
+        reason = f"{_where_lost('ours', ours, wait_s, step_s)}; {_where_lost(rival, found[rival], wait_s, step_s)}"
         yield Row(
             what=f"{minutes} {RACE}: time lost, less Slurm's wait",
             against=f"{rival}, a save each {race.SAVE_S:.0f} s",
@@ -324,6 +323,19 @@ def races(bench: Bench) -> Iterator[Row]:
             theirs_s=lost[rival],
             reason=reason,
         )
+
+
+def _where_lost(name: str, result: race.Result, wait_s: float, step_s: float) -> str:
+    """In what a contestant's lost time went."""
+    queued = [seconds - wait_s for kind, seconds, _ in result.hits if kind in race.THROUGH_THE_QUEUE]
+    again = [seconds for kind, seconds, _ in result.hits if kind not in race.THROUGH_THE_QUEUE]
+    redone = step_s * sum(steps for _, _, steps in result.hits)
+    lost = result.lost_s(step_s) - len(queued) * wait_s
+    rest = lost - sum(queued) - sum(again) - redone
+    return (
+        f"{name} lost {lost:.0f} s: {sum(queued):.0f} s in {len(queued)} starts through the queue, {sum(again):.0f} s in "
+        f"{len(again)} others, {redone:.0f} s by steps made again (a save each {race.SAVE_S:.0f} s), {rest:.0f} s by slower steps"
+    )
 
 
 def _hit(hit: tuple[str, float, int]) -> str:
