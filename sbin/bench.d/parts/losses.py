@@ -111,8 +111,9 @@ class Losses:
             run.accident("memory" if kind == "out of memory" else "segfault", start)
 
     def _lose_node(self, run: Ours, number: int) -> None:
-        node = self.rig.node_names[(number + 1) % 2]
-        restarts = int(self.rig.job(run.job_id)["Restarts"])
+        job = self.rig.job(run.job_id)
+        node = self.rig.slurm("scontrol", "show", "hostnames", job["NodeList"]).split()[(number + 1) % 2]
+        restarts = int(job["Restarts"])
         try:
             self.rig.devcluster("kill", node)
             until(lambda: int(self.rig.job(run.job_id)["Restarts"]) > restarts, LIMIT_S, f"the requeue without {node}")
