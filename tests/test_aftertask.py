@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from hpc.allocation import aftertask
 from hpc.node import processes
 
@@ -36,3 +38,28 @@ def test_it_waits_until_the_folder_of_its_own_task_is_gone(tmp_path: Path) -> No
 def test_a_task_epilog_of_the_users_own_stays(tmp_path: Path) -> None:
     assert aftertask.write(tmp_path, {"SLURM_TASK_EPILOG": "/home/me/after"}) is None
     assert aftertask.write(tmp_path / "not there", {}) is None
+
+
+V1 = "11:memory:/slurm_n1/uid_1000/job_7/step_batch/task_0\n8:freezer:{}\n1:name=systemd:/system.slice\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (V1.format("/slurm_n1/uid_1000/job_7/step_batch"), True),
+        (V1.format("/"), False),  # proctrack/linuxproc with task/cgroup
+        ("0::/system.slice/slurmstepd.scope/job_7/step_batch/user/task_0\n", True),
+        ("0::/system.slice/slurmd.service\n", False),
+        ("0::/user.slice/a:b/job_of_mine\n", False),
+        ("", False),
+    ],
+)
+def test_where_slurm_keeps_no_step_in_a_group_it_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, expected: bool
+) -> None:
+    file = tmp_path / "cgroup"
+    file.write_text(groups)
+    monkeypatch.setattr(aftertask, "GROUPS", file)
+    assert aftertask.is_in_group_of_slurm(groups) is expected
+    assert (aftertask.write(tmp_path, {"SLURM_TASK_PID": "77"}) is not None) is expected
+    assert aftertask.write(tmp_path, {}) is not None  # in salloc's shell nobody can tell
