@@ -28,10 +28,11 @@ STACKS_VARIABLE = "HPC_STACKS"
 STACKS_SIGNAL: int = signal.SIGRTMAX - 7
 """A real-time signal, so that it is none of those that programs, libraries or Slurm use."""
 SIZE = 4096
-NUMBERS = 6
+NUMBERS = 7
 """Doubles from the start on: time of the last beat, newest step (-1: none), seconds of a step, limit of the phase (0: none),
-seconds of this rank's own work in all steps it has measured (not waiting for other ranks), and how many steps those are."""
-BEAT, STEP, STEP_S, LIMIT, WORK, MEASURED = range(NUMBERS)
+seconds of this rank's own work in all steps it has measured (not waiting for other ranks), how many steps those are, and
+whether it is writing a checkpoint beside its steps (1, else 0)."""
+BEAT, STEP, STEP_S, LIMIT, WORK, MEASURED, WRITING = range(NUMBERS)
 NAME = slice(64, 96)
 """The name of the phase, ASCII, filled up with zeros."""
 
@@ -53,11 +54,13 @@ class Beat:
     """Seconds of work of its own in all steps that it has measured."""
     measured: int = 0
     """How many steps those are."""
+    is_writing: bool = False
+    """A checkpoint, while steps go on."""
 
 
 def read(memory: Any) -> Beat | None:
     """The beat in a shared memory; None when the worker has never written one."""
-    beat, step, step_s, limit, work, measured = struct.unpack_from(f"={NUMBERS}d", memory)
+    beat, step, step_s, limit, work, measured, writing = struct.unpack_from(f"={NUMBERS}d", memory)
     if beat <= 0.0:
         return None
     name = bytes(memory[NAME]).rstrip(b"\0").decode("ascii", "replace")
@@ -69,6 +72,7 @@ def read(memory: Any) -> Beat | None:
         limit_s=limit if limit > 0 else None,
         work_s=max(0.0, work),
         measured=max(0, int(measured)),
+        is_writing=writing > 0,
     )
 
 
@@ -119,6 +123,10 @@ class Heartbeat:
         """What comes now takes at most `limit_s` without a beat; None leaves it to launch.hang_timeout_s."""
         self._enter(name, limit_s)
         self._numbers[BEAT] = time.monotonic()
+
+    def writing(self, is_under_way: bool) -> None:
+        """A checkpoint is being written beside the steps, or is no longer: its agent lets it be finished."""
+        self._numbers[WRITING] = float(is_under_way)
 
     def _enter(self, name: str, limit_s: float | None) -> None:
         room = NAME.stop - NAME.start

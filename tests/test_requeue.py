@@ -17,6 +17,11 @@ import pytest
 from steps import ROOT
 from test_controller import STUBS, batch_environ
 
+from hpc.allocation import requeue as requeueing
+from hpc.allocation.allocation import Allocation, read
+from hpc.errors import SlurmCommandError
+from hpc.slurm.states import JobState
+
 RUNNING = "JobId=7 JobName=x\n   JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1\n   PreemptTime=None\n"
 ONE = {
     "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n1",
@@ -218,6 +223,28 @@ def test_a_requeue_that_hangs_is_tried_again_then_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_requeue_whose_answer_was_killed_with_the_job_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has heard it and ends the batch step, the scontrol in it too: the signal is no reason to wait for a next try."""
+    told: list[str] = []
+
+    def heard(job_id: str, *, timeout_s: float) -> None:
+        told.append("requeue")
+        raise SlurmCommandError(f"scontrol requeue {job_id}: exit code -15")
+
+    def facts(allocation: Allocation) -> requeueing.JobFacts:
+        return requeueing.JobFacts(state=JobState.COMPLETING if told else JobState.RUNNING, restarts=0)
+
+    monkeypatch.setattr(requeueing, "TRY_PAUSES_S", (60.0,))
+    monkeypatch.setattr(requeueing, "job_facts", facts)
+    monkeypatch.setattr(requeueing.commands, "requeue", heard)
+    begun = time.monotonic()
+    outcome = requeueing.requeue(read(batch_environ(tmp_path, **ONE)), say=told.append, signals=lambda: len(told))
+    assert outcome is requeueing.Requeued.QUEUED and time.monotonic() - begun < 30
+    assert told == ["requeue", "scontrol requeue 7: exit code -15; trying again in 60 s"]
+
+
 def test_a_node_that_was_lost_is_left_out_of_the_next_attempt(tmp_path: Path) -> None:
     two = {"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "SLURM_NTASKS": "2",
            "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}  # fmt: skip

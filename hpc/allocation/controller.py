@@ -470,7 +470,7 @@ class Controller:
         signals = self._signals
         failed = self._failed_before()
         act = exclude(self.allocation, decision.exclude, failed, say=complain) if decision.exclude or failed else tuple
-        outcome = requeue(self.allocation, say=complain)
+        outcome = requeue(self.allocation, say=complain, signals=lambda: self._signals)
         if outcome is Requeued.QUEUED:
             without = act()
             self.journal.append("requeued", attempt=attempt, job_id=run_id, exclude=list(without))

@@ -132,14 +132,19 @@ def _moment(text: str) -> float | None:
 
 
 def requeue(
-    allocation: Allocation, *, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+    allocation: Allocation,
+    *,
+    say: Callable[[str], None],
+    signals: Callable[[], int] = lambda: 0,
 ) -> Requeued:
     """Put the job back into the queue, unless it is there, was cancelled, or a newer attempt has begun.
 
-    Three tries. After QUEUED Slurm ends this process soon.
+    Three tries. After QUEUED Slurm ends this process soon. `signals`: how many have come; another one ends a pause, since a
+    try may have been heard whose answer Slurm's end of the job has killed.
     """
     tried = False
     for pause in (*TRY_PAUSES_S, None):
+        heard = signals()
         try:
             facts = job_facts(allocation)
             verdict = _without_asking(facts, allocation.restarts, tried)
@@ -152,7 +157,9 @@ def requeue(
             more = f"; trying again in {pause:g} s" if pause is not None else ""
             say(f"{error}{more}")
         if pause is not None:
-            sleep(pause)
+            deadline = time.monotonic() + pause
+            while time.monotonic() < deadline and signals() == heard:
+                time.sleep(0.1)
     return Requeued.REFUSED
 
 

@@ -28,6 +28,7 @@ from hpc.node.preflight import GpuCheck
 from hpc.node.pulse import LOOK_S, Watch
 from hpc.node.settings import AgentSettings
 from hpc.node.signals import ENDS, FORWARDED, WARNINGS, SignalPipe
+from hpc.node.sparing import Sparing
 from hpc.node.standby import Standby
 from hpc.node.starting import Starter, Worker
 from hpc.node.streams import WorkerStream
@@ -74,6 +75,7 @@ class Agent:
         self.go: Go | None = None
         self._signals: SignalPipe | None = None
         self._deadline = Deadline()  # of the next step towards the end
+        self._sparing = Sparing()
         self._reports: dict[int, dict[str, Any]] = {}  # rank zero's agent: how each task ended
         self._told_over: dict[str, Any] | None = None
         self._signalled: signal.Signals | None = None
@@ -227,7 +229,7 @@ class Agent:
 
     def _send(self, number: signal.Signals) -> None:
         for worker in self.workers:
-            if worker.code is None:
+            if worker.code is None and not self._sparing.spares(worker):
                 os.kill(worker.pid, number)  # our own child, not yet waited for: the number cannot be another's
 
     def _end_for_good(self) -> None:
@@ -236,6 +238,7 @@ class Agent:
             if worker.fault is not None and worker.code is None:
                 worker.kill()
         if self.starter.target.is_training:
+            self._sparing.begin(self.settings.grace_s)
             self._end(signal.SIGKILL, 1.0)
         else:
             self._end(signal.SIGTERM, STOP_GRACE_S)
@@ -248,13 +251,14 @@ class Agent:
         for worker in self.workers:
             worker.ended_by_us = worker.ended_by_us or worker.code is None
         self._send(number)
-        self._deadline.set(grace_s)
+        self._deadline.set(self._sparing.next_look_s(self.workers, grace_s))
 
     def _on_word(self, controller: Standby) -> None:
         """Slurm ends the job: everything is over before its SIGKILL, which would leave files and what has left the step."""
         left_s = controller.hear()
         if left_s is not None:
             self._deadline.never_after(left_s)
+            self._sparing.stop_within(left_s)
 
     def _on_deadline(self) -> None:
         if self.state is State.RUNNING and self._saved and not self.failures:
@@ -263,10 +267,7 @@ class Agent:
         elif self.failures and not self._settled:  # the others had time to fail by themselves
             self._settle()
         elif self.state is State.ENDING:
-            for worker in self.workers:
-                if worker.code is None:
-                    worker.kill()
-            self._deadline.set(1.0)
+            self._deadline.set(self._sparing.kill_others(self.workers))
         elif self._told_over is None:  # OVER, and the other agents' last word has not come
             self._missing = True
             first = first_failure(self.failures)
@@ -435,10 +436,8 @@ class Agent:
         if self.assembly.guest is not None:
             self.assembly.guest.send(ended={"code": worst, "step": self._steps_seen()})
         self._reports[self.task.task_rank] = {"code": worst}
-        if self.failures:
-            self._deadline.set(REPORT_LIMIT_S)
-        elif self._saved:
-            self._deadline.set(max(self.settings.grace_s, REPORT_LIMIT_S))
+        if self.failures or self._saved:
+            self._deadline.set(REPORT_LIMIT_S if self.failures else max(self.settings.grace_s, REPORT_LIMIT_S))
 
     def _finished(self) -> bool:
         if self.state is not State.OVER:

@@ -31,6 +31,10 @@ class Pulse:
     def beat(self) -> Beat | None:
         return beats.read(self._memory)
 
+    def is_writing_checkpoint(self) -> bool:
+        beat = self.beat()
+        return beat is not None and beat.is_writing
+
     def note_output(self) -> None:
         """The worker has printed something, and that is to count as a step."""
         numbers = memoryview(self._memory)[: 8 * beats.NUMBERS].cast("d")

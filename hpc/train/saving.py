@@ -51,13 +51,16 @@ class Saving:
         config: str = "",
         on_saved: Callable[[Saved], None] | None = None,
         expected_bytes: int = 0,
+        on_writing: Callable[[bool], None] = lambda is_under_way: None,
     ) -> None:
+        """`on_writing`: told True when a save has begun to be written, and False when it is durable or has failed."""
         self.last: Saved | None = None
         """The newest save that is durable."""
         self._checkpoints = checkpoints
         self._config = config
         self._on_saved = on_saved
         self._expected_bytes = expected_bytes
+        self._on_writing = on_writing
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -91,6 +94,7 @@ class Saving:
         stall_s = time.monotonic() - since
         arguments = (step, model, trainer, since, stall_s, urgent)
         self._since = since
+        self._on_writing(True)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         return stall_s
@@ -160,9 +164,12 @@ class Saving:
             self.last = Saved(step, path.name, stall_s, seconds, size)
             if self._on_saved is not None:
                 self._on_saved(self.last)
+            self._on_writing(False)
             self._checkpoints.remove_old()
         except BaseException as error:  # raised again in the training's own thread
             self._error = error
+        finally:
+            self._on_writing(False)
 
 
 def _niceness() -> int:

@@ -79,6 +79,7 @@ def train(
         configuration,
         on_saved=lambda saved: _note_saved(record, saved),
         expected_bytes=expected_bytes([*parts.model.parameters(), *parts.model.buffers()]),
+        on_writing=heartbeat.writing,
     )
     stop.expect_save(saving.seconds_needed)
     every_s = 0.0 if config.save_every_steps is not None else config.save_every_s

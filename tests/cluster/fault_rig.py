@@ -130,13 +130,13 @@ class Drill:
         found = self.checkpoint_folder.glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
-    def until(self, what: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-        """Wait until it is so, and return it; the run may not end meanwhile."""
+    def until(self, what: Callable[[], Any], limit_s: float = LIMIT_S, *, may_end: bool = False) -> Any:
+        """Wait until it is so, and return it; the run may not end meanwhile, unless it `may_end`."""
         began = looked = time.monotonic()
         while not (found := what()):
             now = time.monotonic()
             assert now < began + limit_s, self.report()
-            if now > looked + 2:
+            if now > looked + 2 and not may_end:
                 looked = now
                 assert self.rig.state(self.job_id) not in FINAL_STATES or what(), self.report()
             time.sleep(0.05)
@@ -169,7 +169,7 @@ class Drill:
         """The oldest process of the job on a node with these words in its command."""
         name = self.rig.node_names[node]
         found = [p for p in self.rig.processes_of(FIRST_USER) if p.node == name and words in p.command]
-        return min(found, key=lambda process: process.pid)
+        return min(found, key=lambda process: started(process.pid))
 
     def report(self) -> str:
         """All that is known, for the message of a failed test."""
@@ -269,6 +269,14 @@ def check_lost(before: Start, after: Start, allowed: int) -> None:
         assert set(ended.values()) == {first - 1}, (first, ended)
     else:
         assert before.last_step() - first <= allowed, (first, before.last_step())
+
+
+def started(pid: int) -> float:
+    """In clock ticks since boot; infinity when it has ended. Process ids start anew at some number. Source: proc_pid_stat(5)."""
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return float("inf")
 
 
 def kill(pid: int) -> None:
