@@ -334,7 +334,7 @@ def _where_lost(name: str, result: race.Result, wait_s: float, step_s: float) ->
     rest = lost - sum(queued) - sum(again) - redone
     return (
         f"{name} lost {lost:.0f} s: {sum(queued):.0f} s in {len(queued)} starts through the queue, {sum(again):.0f} s in "
-        f"{len(again)} others, {redone:.0f} s by steps made again (a save each {race.SAVE_S:.0f} s), {rest:.0f} s by slower steps"
+        f"{len(again)} others, {redone:.0f} s by steps made again (a save each {race.SAVE_S:.0f} s), {rest:.0f} s otherwise"
     )
 
 
