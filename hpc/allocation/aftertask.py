@@ -51,10 +51,12 @@ def write(folder: Path, environ: Mapping[str, str]) -> Path | None:
 
     Also None where it cannot be written.
     """
-    if environ.get(PRESET) or (environ.get(IN_A_STEP) and not is_in_group_of_slurm(GROUPS.read_text())):
+    if environ.get(PRESET):
         return None
     path = folder / NAME
     try:
+        if environ.get(IN_A_STEP) and not is_in_group_of_slurm(GROUPS.read_text("utf-8", "replace")):
+            return None
         write_private(path, _SCRIPT)
         path.chmod(0o700)
     except (OSError, RunDirectoryError):
