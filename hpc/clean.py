@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -21,6 +22,7 @@ from hpc.errors import HpcError, UsageError, printable, report
 
 DOOR = "hpc.clean"
 ALL_NODES_LIMIT_S = 120.0
+LOOK_S = 0.5
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,7 +107,13 @@ def _is_yes(question: str) -> bool:
     Raises:
         EOFError, KeyboardInterrupt: no answer.
     """
-    if input(f"{question} [y/N] ").strip().lower() in ("y", "yes"):
+    print(f"{question} [y/N] ", end="", flush=True)
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        pass  # a Ctrl-C just before a read that waits for ever would be heard at the next key only
+    answer = sys.stdin.readline()
+    if not answer:
+        raise EOFError
+    if answer.strip().lower() in ("y", "yes"):
         return True
     print(f"{DOOR}: nothing was ended", file=sys.stderr)
     return False
