@@ -70,7 +70,7 @@ def paces(bench: Bench) -> Iterator[Row]:
             goal=1 / 0.85,
             ours_s=statistics.median(during),
             theirs_s=statistics.median(without),
-            reason=f"writing and checksum take time of a core that the ranks need: a pair's ratio was {_quartiles(ratios)}; {_load()}",
+            reason=f"presumably writing and checksum, which take time of a core that the ranks need: a pair's ratio was {_quartiles(ratios)}; {_load()}",
         )
 
 
