@@ -35,9 +35,11 @@ _UNIFIED_CGROUPS = Path("/sys/fs/cgroup/cgroup.controllers")
 _WORKING = re.compile(r"(IDLE|MIXED|ALLOCATED|COMPLETING)(\+(COMPLETING|CLOUD|DYNAMIC_NORM|RESERVED|PLANNED))*")
 
 # Runs inside the node's network namespace with UTS and mount namespaces of its own. The mounts are a copy of the
-# host's, cgroup mounts included; only name look-ups change: a DNS server that cannot be reached costs 10 s each time.
+# host's, cgroup mounts included, but for shared memory, which no two machines have in common, and name look-ups: a DNS
+# server that cannot be reached costs 10 s each time.
 _BECOME_NODE = (
-    'hostname "$1" && mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf && '
+    'hostname "$1" && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && '
+    'mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf && '
     '{ ! [ -e /etc/resolv.conf ] || mount --bind "$2/resolv.conf" /etc/resolv.conf; } && shift 2 && exec "$@"'
 )
 

@@ -41,17 +41,16 @@ class Left:
 
 
 class Files:
-    """/dev/shm and /tmp of a node, as its jobs see them. Nodes of the dev cluster share the machine's, with all other users.
+    """/dev/shm and /tmp of a node, as its jobs see them. Nodes of the dev cluster share /tmp, also with the machine.
 
     With `own` they are new and empty: nobody else's files are seen, and no other node's agents can clear them away.
     Opened, so that they are still there for a look when nothing of the node lives any more.
     """
 
     def __init__(self, rig: Rig, node: str, *, own: bool) -> None:
-        self.own, self._root = own, "/"
+        slurmd = rig.daemon(f"slurmd-{node}")
+        self.own, self._root = own, f"/proc/{slurmd}/root"
         if own:
-            slurmd = rig.daemon(f"slurmd-{node}")
-            self._root = f"/proc/{slurmd}/root"
             inside = ["nsenter", f"--target={slurmd}", "--mount"]
             for place in ("/dev/shm", "/tmp"):
                 subprocess.run([*inside, "umount", "--lazy", place], stderr=subprocess.DEVNULL, check=False)
@@ -70,6 +69,10 @@ class Files:
         if self.own:
             return [f"/tmp/{name}" for name in sorted(os.listdir(self._tmp))]
         return [path for path in told if os.path.exists(path)]
+
+    def remove_shared_memory(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._shm)
 
     def close(self) -> None:
         os.close(self._shm)
@@ -204,10 +207,11 @@ class Leaver:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         left = self.look()
-        for files in self._files.values():
+        for node, files in self._files.items():
             if not files.own:
                 for name in left.shared_memory:
-                    Path("/dev/shm", name.partition(" ")[2]).unlink(missing_ok=True)
+                    if name.startswith(f"{node} "):
+                        files.remove_shared_memory(name.partition(" ")[2])
                 for name in left.files:
                     shutil.rmtree(name.partition(" ")[2], ignore_errors=True)
             files.close()

@@ -90,10 +90,15 @@ def test_run_is_an_ordinary_user_with_a_clean_environment(own: Rig, tmp_path: Pa
 
 
 def test_a_job_sees_two_hosts_and_four_gpus_on_each(own: Rig) -> None:
-    script = "srun sh -c 'echo \"$(hostname) $(uname -n) $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES\"'"
+    """And shared memory of each one's own, which the machine's other processes do not see."""
+    script = (
+        "srun sh -c 'touch /dev/shm/of.$(hostname); "
+        'echo "$(hostname) $(uname -n) $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $(ls /dev/shm)"\''
+    )
     job = own.sbatch(*ALL_GPUS, "--ntasks-per-node=1", "--wrap", script)
     assert own.wait(job, 60) == "COMPLETED"
-    assert sorted(own.output(job).splitlines()) == [f"{name} {name} {name} 0,1,2,3" for name in own.node_names]
+    wanted = [f"{name} {name} {name} 0,1,2,3 of.{name}" for name in own.node_names]
+    assert sorted(own.output(job).splitlines()) == wanted and not list(Path("/dev/shm").glob("of.*"))
 
 
 def test_names_are_looked_up_in_files_alone(own: Rig) -> None:

@@ -47,10 +47,18 @@ def test_r1_c02_c05_nothing_is_left_by_a_killed_controller_nor_by_what_ignores_s
 
 
 class Left:
-    """`sleep` processes of jobs that are over, of live ones, and of another user, on the first node."""
+    """`sleep` processes of jobs that are over, of live ones, and of another user, on the first node.
+
+    Its /tmp is empty and its own meanwhile, as a test of another cluster on this machine may leave something in the shared
+    one; where the project itself lies in /tmp, it must be seen and /tmp stays.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.node = rig, rig.node_names[0]
+        slurmd = rig.daemon(f"slurmd-{self.node}")
+        self.root = Path(f"/proc/{slurmd}/root")
+        """The node's file system, seen from here."""
+        self.inside = ["nsenter", f"--target={slurmd}", "--mount"]
 
     def over(self, seconds: int, user: str = FIRST_USER, first: str = "true") -> int:
         """A daemonised process of a job that has ended; `first`: what its batch script did before."""
@@ -93,7 +101,13 @@ def lives(pid: int) -> bool:
 
 @pytest.fixture
 def left(cluster: Rig) -> Iterator[Left]:
-    yield Left(cluster)
+    made = Left(cluster)
+    own = Path("/tmp") not in (*ROOT.parents, *Path(cluster.python).parents)
+    if own:
+        subprocess.run([*made.inside, "mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/tmp"], check=True)
+    yield made
+    if own:
+        subprocess.run([*made.inside, "umount", "--lazy", "/tmp"], check=True)
     for process in (*cluster.processes_of(FIRST_USER), *cluster.processes_of(SECOND_USER)):
         if re.fullmatch(r"\S+ 71[0-9]{2}", process.command):
             os.kill(process.pid, signal.SIGKILL)
@@ -132,8 +146,8 @@ def test_an_agent_ends_what_jobs_that_are_over_have_left_before_it(cluster: Rig,
     old, live = left.over(7108, first=FILES), left.live("sleep", 7109, first=FILES)
     environ = {pid: _environ(pid) for pid in (old, live)}
     prefix = f"hpc-{cluster.home().stat().st_uid}-{cluster.site.cluster_name}"
-    folders = {pid: Path(f"/tmp/{prefix}.{one['SLURM_JOB_ID']}.0.0-leavings") for pid, one in environ.items()}
-    shm = {pid: Path(f"/dev/shm/torch_{one['SLURM_TASK_PID']}_71_0") for pid, one in environ.items()}
+    folders = {pid: left.root / f"tmp/{prefix}.{one['SLURM_JOB_ID']}.0.0-leavings" for pid, one in environ.items()}
+    shm = {pid: left.root / f"dev/shm/torch_{one['SLURM_TASK_PID']}_71_0" for pid, one in environ.items()}
     try:
         assert folders[old].exists() and folders[live].exists() and shm[live].exists()
         submit = ["-m", "hpc.submit", "--nodes", "1", "--gpus-per-node", "1", f"slurm.nodelist={left.node}"]
@@ -156,12 +170,10 @@ def _environ(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry)
 
 
-def test_the_epilog_ends_what_the_job_left_and_drains_a_node_whose_memory_stays(
-    cluster: Rig, left: Left, tmp_path: Path
-) -> None:
+def test_the_epilog_ends_what_the_job_left_and_drains_a_node_whose_memory_stays(cluster: Rig, left: Left) -> None:
     """Run as slurmd runs it; `sbin/devcluster up --epilog` has it in slurm.conf."""
     old, live = left.over(7105), left.live("sleep", 7106)
-    smi = tmp_path / "smi"
+    smi = cluster.clone / "smi"
     smi.write_text("#!/bin/sh\necho 0, 40960\necho 1, 4\n")
     smi.chmod(0o755)
     environ = {"SLURM_JOB_UID": str(os.stat(cluster.home()).st_uid), "SLURMD_NODENAME": left.node}
@@ -169,7 +181,7 @@ def test_the_epilog_ends_what_the_job_left_and_drains_a_node_whose_memory_stays(
 
     def epilog(pid: int, **more: str) -> None:
         env = {**environ, "SLURM_JOB_ID": _environ(pid)["SLURM_JOB_ID"], **more}
-        subprocess.run([str(EPILOG)], env=env, check=True, timeout=60)
+        subprocess.run([*left.inside, str(EPILOG)], env=env, check=True, timeout=60)
 
     epilog(old)
     assert not lives(old) and lives(live)
