@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster_rig import FIRST_USER, Rig, give_to
+from cluster_rig import FINAL_STATES, FIRST_USER, Rig, give_to
 
 SCRIPT = Path(__file__).resolve().parent / "leaver" / "leave.py"
 TOKEN = "LEAVER_TOKEN"
@@ -148,9 +148,12 @@ class Leaver:
         return (max if newest else min)(pids, key=_started)
 
     def left_the_queue(self) -> bool:
-        return not re.search(
-            r"\S", self.rig.slurm("squeue", "--noheader", f"--jobs={self.job}", "--states=R,CG,S,CF", "--format=%i")
-        )
+        return self._states(self.job) <= {"PENDING", *FINAL_STATES}
+
+    def _states(self, *jobs: str) -> set[str]:
+        """Asked without a filter: squeue's compares whole states, and a job that is sent a signal is SIGNALING, not RUNNING."""
+        words = ["--noheader", f"--jobs={','.join(jobs)}", "--states=all", "--format=%T"]
+        return set(self.rig.slurm("squeue", *words).split())
 
     def look(self) -> Left:
         """What is there now."""
@@ -197,8 +200,7 @@ class Leaver:
 
     def _in_queue(self, *jobs: str) -> bool:
         """Whether one of them has not left the queue for good; one that waits has not."""
-        words = ["--noheader", f"--jobs={','.join(jobs)}", "--states=PD,R,CG,S,CF", "--format=%i"]
-        return bool(jobs and self.rig.slurm("squeue", *words).strip())
+        return bool(jobs) and not self._states(*jobs) <= {*FINAL_STATES}
 
     def close(self) -> None:
         """End what is there still, whoever has left it, and take the folder away."""
