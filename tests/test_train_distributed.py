@@ -166,6 +166,48 @@ def test_l13_a_connection_that_another_ranks_time_out_closed_is_a_time_out(monke
     )
 
 
+def test_l13_a_rank_that_is_late_to_time_out_still_says_so_when_rank_0_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 leaves with its store once it knows who is stuck; a rank that began to wait later is still asking it."""
+    monkeypatch.setattr(distributed, "ANSWER_S", 5.0)
+    late = RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation")
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8884.")
+    inner = dist.HashStore()
+
+    class Leaving(dist.Store):
+        """Answers so many questions, and is gone then."""
+
+        def __init__(self, questions: int) -> None:
+            super().__init__()
+            self.questions = questions
+
+        def append(self, key: str, value: str) -> None:
+            self._ask()
+            inner.append(key, value)
+
+        def check(self, keys: list[str]) -> bool:
+            self._ask()
+            return inner.check(keys)
+
+        def get(self, key: str) -> bytes:
+            return inner.get(key)
+
+        def _ask(self) -> None:
+            self.questions -= 1
+            if self.questions < 0:
+                raise dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed.")
+
+    def world(questions: int) -> World:
+        return World(info(2), torch.device("cpu"), 4, Leaving(questions))
+
+    inner.append("timed-out", "0 ")
+    assert "stuck or gone: rank 1, 3;" in str(world(3).blame(late)), "it was there for one look at both keys"
+    for questions in (0, 1):
+        assert "not known here, but to rank 0, which has given up before;" in str(world(questions).blame(late))
+    assert world(0).blame(lost) is None, "rank 0 has crashed"
+
+
 @pytest.mark.slow
 def test_c09_a_good_run_ends_in_seconds_without_a_warning(ranks: Ranks, tmp_path: Path) -> None:
     trial = ranks(tmp_path, "toy", ranks=2).check()

@@ -207,15 +207,21 @@ class World:
         """
         if self.store is None or not isinstance(error, RuntimeError):
             return None
+        late = "timed out" in str(error).lower()
+        silent = None
         try:
-            if "timed out" in str(error).lower():
+            if late:
                 self.store.append(TIMED_OUT, f"{self.rank} ")  # type: ignore[attr-defined]
             elif not (_is_lost_connection(error) and self._another_timed_out(self.store)):
                 return None
             silent = self._who_is_silent(self.store)
-        except (dist.DistError, RuntimeError):
-            return None
-        who = f"rank {', '.join(map(str, silent))}" if silent else "no single rank, so perhaps the network"
+        except (dist.DistError, RuntimeError):  # rank 0, whose store it is, has left
+            if not late:
+                return None
+        if silent is None:
+            who = "not known here, but to rank 0, which has given up before"
+        else:
+            who = f"rank {', '.join(map(str, silent))}" if silent else "no single rank, so perhaps the network"
         return CollectiveTimeout(
             f"rank {self.rank}: a collective did not end within train.timeout_s={self.timeout_s:g}; stuck or gone: {who}; "
             f"see the log of that rank, or raise train.timeout_s if it was only slow"
@@ -232,10 +238,20 @@ class World:
         return True
 
     def _who_is_silent(self, store: dist.Store) -> list[int]:
-        """The ranks that have not said within ANSWER_S that they waited, too."""
+        """The ranks that have not said within ANSWER_S, or until rank 0 left with its store, that they waited, too.
+
+        Raises:
+            RuntimeError: rank 0 had left before the first look.
+        """
         deadline = time.monotonic() + ANSWER_S
+        silent: list[int] | None = None
         while True:
-            said = b" ".join(store.get(key) for key in (TIMED_OUT, WAITED) if store.check([key]))
+            try:
+                said = b" ".join(store.get(key) for key in (TIMED_OUT, WAITED) if store.check([key]))
+            except (dist.DistError, RuntimeError):
+                if silent is None:
+                    raise
+                return silent
             silent = sorted(set(range(self.size)).difference(map(int, said.split())))
             if not silent or time.monotonic() > deadline:
                 return silent
