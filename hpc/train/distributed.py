@@ -205,14 +205,14 @@ class World:
 
         Every rank that waited says so in the store; those who do not are stuck elsewhere, or gone.
         """
-        if self.store is None or not isinstance(error, RuntimeError):
+        if self.store is None or not _is_of_a_collective(error):
             return None
         late = "timed out" in str(error).lower()
         silent = None
         try:
             if late:
                 self.store.append(TIMED_OUT, f"{self.rank} ")  # type: ignore[attr-defined]
-            elif not (_is_lost_connection(error) and self._another_timed_out(self.store)):
+            elif not self._another_timed_out(self.store):
                 return None
             silent = self._who_is_silent(self.store)
         except (dist.DistError, RuntimeError):  # rank 0, whose store it is, has left
@@ -332,9 +332,12 @@ def _join(info: RankInfo, device: torch.device, timeout_s: float, rendezvous_tim
     return dist.PrefixStore("hpc", store)
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """Gloo's error has the place in its source in it, and no type of its own; NCCL's are DistErrors."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Gloo's error has the place in its source in it, and no type of its own; NCCL's are DistErrors.
+
+    Others time out, too, and are no rank's fault: "DataLoader timed out after 5 seconds" is a RuntimeError.
+    """
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _leave(*, abort: bool) -> None:
