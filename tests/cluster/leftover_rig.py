@@ -151,7 +151,7 @@ class Leaver:
         return self._states(self.job) <= {"PENDING", *FINAL_STATES}
 
     def _states(self, *jobs: str) -> set[str]:
-        """Asked without a filter: squeue's compares whole states, and a job that is sent a signal is SIGNALING, not RUNNING."""
+        """In squeue's words, asked without a filter: a state that nobody has thought of is no end."""
         words = ["--noheader", f"--jobs={','.join(jobs)}", "--states=all", "--format=%T"]
         return set(self.rig.slurm("squeue", *words).split())
 
