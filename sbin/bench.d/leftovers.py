@@ -144,6 +144,8 @@ class _Runs:
             kinds = tuple(name.replace("_", " ") for name, number in left.count().items() if number)
             words = ", ".join(f"{number} {name}".replace("_", " ") for name, number in left.count().items() if number)
             names = tuple(map(str, (*left.processes, *left.shared_memory, *left.files, *left.ports)))
+            if left:
+                print(f"{end.name}: {job.story()}", file=sys.stderr, flush=True)
             until = time.monotonic() + LATE_S
             while left and time.monotonic() < until:
                 time.sleep(1.0)

@@ -87,6 +87,8 @@ class Leaver:
         self.rig, self.kind, self.job, self.asked = rig, kind, "", tuple(nodes)
         self.others: list[str] = []
         """Jobs that were sent to bring its end about."""
+        self.seen: list[str] = []
+        """What squeue said of it while its end was waited for, each answer with its time when it was another one."""
         self.token = f"{kind}-{time.time_ns()}"
         self.folder = rig.home() / f"leaver {self.token}"
         self.folder.mkdir()
@@ -148,12 +150,24 @@ class Leaver:
         return (max if newest else min)(pids, key=_started)
 
     def left_the_queue(self) -> bool:
-        return self._states(self.job) <= {"PENDING", *FINAL_STATES}
+        states = self._states(self.job)
+        answer = " ".join(sorted(states)) or "nothing"
+        if not self.seen or self.seen[-1].split(maxsplit=1)[1] != answer:
+            self.seen.append(f"{time.strftime('%H:%M:%S')} {answer}")
+        return states <= {"PENDING", *FINAL_STATES}
 
     def _states(self, *jobs: str) -> set[str]:
         """In squeue's words, asked without a filter: a state that nobody has thought of is no end."""
         words = ["--noheader", f"--jobs={','.join(jobs)}", "--states=all", "--format=%T"]
         return set(self.rig.slurm("squeue", *words).split())
+
+    def story(self) -> str:
+        """How it left the queue, and what Slurm knows of it: for whoever finds something of it afterwards."""
+        try:
+            known = str(self.rig.job(self.job))
+        except (AssertionError, subprocess.SubprocessError) as error:  # it is forgotten by now
+            known = str(error)
+        return f"squeue said {'; '.join(self.seen)}; now, at {time.strftime('%H:%M:%S')}: {known}"
 
     def look(self) -> Left:
         """What is there now."""
