@@ -20,6 +20,8 @@ SCRIPT = Path(__file__).resolve().parent / "leaver" / "leave.py"
 TOKEN = "LEAVER_TOKEN"
 """In the environment of all that a job starts, whoever launches it."""
 KILL_WAIT_S = 5
+GIVE_UP_S = 150.0
+"""After a cancel: Slurm calls a step that it cannot end over after 60 s (slurm.conf(5), UnkillableStepTimeout)."""
 READY_S = 150.0  # patience: machines are shared
 RANKS = 4
 
@@ -205,7 +207,7 @@ class Leaver:
     def cancel(self) -> None:
         """Its jobs, and not those of others that run beside it; returns when its nodes are free."""
         jobs = [job for job in (self.job, *self.others) if job]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + GIVE_UP_S
         while self._in_queue(*jobs):
             self.rig.slurm("scancel", "--quiet", *jobs)
             assert time.monotonic() < deadline, self.rig.report(self.job)
@@ -322,7 +324,7 @@ def outcome(job: Leaver, end: End) -> Left:
     """Bring the end about, wait until the job has left the queue, and look again after 5 s (7 s past the KillWait)."""
     end.bring(job)
     cancel_at = time.monotonic() + end.patience_s
-    give_up_at = cancel_at + 60
+    give_up_at = cancel_at + GIVE_UP_S
     while not job.left_the_queue():
         now = time.monotonic()
         if now > cancel_at:
