@@ -3,8 +3,9 @@
 Each job has two nodes with two ranks each; each rank has two loader workers, a child in a session of its own, a
 double-forked one, shared memory, temporary files and a port (tests/cluster/leaver/leave.py). What has not ended 30 s
 after its end was brought about (150 s for the time limit) is cancelled. A run counts as one that leaves something when a
-process, a shared-memory segment, a temporary file or a listening port of it is there; where SIGTERM is ignored the look is
-7 s after, KillWait + 2 s. Rivals start the same script, and are looked at in the same way.
+process, a shared-memory segment, a temporary file or a listening port of it is there, or when Slurm has drained a node
+because it could not end the job there ("Kill task failed"); where SIGTERM is ignored the look is 7 s after, KillWait + 2 s.
+Rivals start the same script, and are looked at in the same way.
 
 Several jobs run at once, each on a pair of nodes of its own, with a /dev/shm and a /tmp of its own on each node, so that
 none sees or clears away what another has left; half of them at most start at a time, which is what the machine's cores are
@@ -141,16 +142,18 @@ class _Runs:
                 self._launch(self._rig, job, tuple(end.submit))
                 job.ready()
             left = leftover_rig.outcome(job, end)
-            kinds = tuple(name.replace("_", " ") for name, number in left.count().items() if number)
-            words = ", ".join(f"{number} {name}".replace("_", " ") for name, number in left.count().items() if number)
-            names = tuple(map(str, (*left.processes, *left.shared_memory, *left.files, *left.ports)))
-            if left:
+            drained = self._drained(pair)
+            count = {**left.count(), "drained_nodes": len(drained)}
+            kinds = tuple(name.replace("_", " ") for name, number in count.items() if number)
+            words = ", ".join(f"{number} {name}".replace("_", " ") for name, number in count.items() if number)
+            names = tuple(map(str, (*left.processes, *left.shared_memory, *left.files, *left.ports, *drained)))
+            if words:
                 print(f"{end.name}: {job.story()}", file=sys.stderr, flush=True)
             until = time.monotonic() + LATE_S
             while left and time.monotonic() < until:
                 time.sleep(1.0)
                 left = job.look()
-            return _Found(left=words, kinds=kinds, names=names, late=bool(words and not left))
+            return _Found(left=words, kinds=kinds, names=names, late=bool(words and not left and not drained))
         except _FAILS as error:
             return _Found(
                 obstacle=f"{end.name}: {(str(error).strip().splitlines() or ['no reason was told'])[0][:200]}"
@@ -160,9 +163,14 @@ class _Runs:
                 if job is not None:
                     job.cancel()
                     job.close()
-                if end.breaks_node:
-                    self._rig.devcluster("heal", pair[1])
+                broken = {pair[1]} if end.breaks_node else set()
+                for node in sorted(broken.union(self._drained(pair))):
+                    self._rig.devcluster("heal", node)
             self._pairs.put(pair)
+
+    def _drained(self, pair: Sequence[str]) -> list[str]:
+        """Nodes of these that take no more jobs until an administrator has seen to them."""
+        return [node for node in pair if "DRAIN" in self._rig.node_state(node)]
 
 
 def _words(found: _Found) -> str:

@@ -24,6 +24,11 @@ if __name__ == "__main__":
     executor = submitit.SlurmExecutor(Path(command[-1]) / "submitit")
     more = {"no_requeue": True, "nodelist": nodelist}
     executor.update_parameters(
-        nodes=2, ntasks_per_node=2, gpus_per_node=2, time=int(minutes), additional_parameters=more
+        nodes=2,
+        ntasks_per_node=2,
+        gpus_per_node=2,
+        time=int(minutes),
+        signal_delay_s=20,  # its own 90 s are more than the whole of a minute: no rank would come to its work
+        additional_parameters=more,
     )
     print(executor.submit(leaving_submitit.Leaving(command)).job_id)
