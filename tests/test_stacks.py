@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from steps import Step, step_environ
 
 from hpc.node.inquest import Inquest
 from hpc.node.outcome import Failure
-from hpc.node.stacks import Stack, culprits, groups_of, main_frames, waits, words_of
+from hpc.node.stacks import Stack, culprits, groups_of, main_frames, spied_frames, waits, words_of
 
 if TYPE_CHECKING:
     from hpc.node.environment import TaskEnvironment
@@ -145,6 +147,26 @@ def test_a_cause_whose_own_silence_nobody_has_noticed_yet_is_told_as_fully() -> 
     assert first.hung and first.time < waiting.time and "2 ranks (0,3) in all_reduce at a:1" in first.stacks
 
 
+def test_the_main_thread_of_what_py_spy_shows_is_the_one_with_the_process_number() -> None:
+    """Its name is shown where the program knows names; py-spy 0.4.3 tells a method with its class."""
+    below = [
+        "    _MultiProcessingDataLoaderIter._next_data (/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py:1511)",
+        "    _BaseDataLoaderIter.__next__ (/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py:741)",
+        "    <module> (/home/you/project/loop.py:7)",
+        "    run_as_main (/home/you/toolkit/hpc/node/worker.py:190)",
+        "    main (/home/you/toolkit/hpc/node/__main__.py:30)",
+    ]
+    another = ["    Thread._bootstrap (/usr/lib/python3.11/threading.py:995)"]
+    for heads in (
+        ("Thread 4712 (idle)", "Thread 4711 (idle)"),
+        ("Thread 0x7F1 (idle)", 'Thread 0x7F0 (idle): "MainThread"'),
+    ):
+        frames = spied_frames("\n".join([heads[0], *another, heads[1], *below, ""]), 4711)
+        assert words_of(frames) == "in DataLoader next at loop.py:7"
+        assert [frame.function for frame in frames] == ["_next_data", "__next__", "<module>"]
+    assert spied_frames("Process 4711: python train.py\n", 4711) == []
+
+
 SILENT = """
 import os, time
 from hpc.beats import beat
@@ -161,14 +183,22 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_script_that_prints_no_more_is_ended_where_output_counts_as_a_step(step: Step) -> None:
+@pytest.mark.parametrize("spy", [False, True], ids=["kernel", "py-spy"])
+def test_a_script_that_prints_no_more_is_ended_where_output_counts_as_a_step(step: Step, spy: bool) -> None:
     """Fresh interpreters: the one that has called beat() shows its stack, the other is looked at from outside and not hurt."""
     (step.folder / "silent.py").write_text(SILENT)
+    program = Path(sys.executable).parent / "py-spy"
+    assert program.exists(), "the tests' packages have it (pyproject.toml)"
+    environ = environ_of(step, tasks_per_node=(1,))
+    others = [name for name in environ["PATH"].split(os.pathsep) if not (Path(name) / "py-spy").exists()]
+    environ["PATH"] = os.pathsep.join([str(program.parent), *others] if spy else others)
     arguments = ("--no-fork", "--workers-per-node", "2", "--hang-timeout", "4", "--output-beats", "--", "silent.py")
-    step.agent(environ_of(step, tasks_per_node=(1,)), *arguments)
+    step.agent(environ, *arguments)
     (ended,) = step.ends()
     first = outcome_of(step)["first"]
     assert isinstance(first, dict) and ended.code == 124, ended.stderr
     assert first["rank"] == 1 and first["message"].startswith("hung: no sign of life for ")
-    assert "rank 1 in stuck at silent.py:5" in first["stacks"] and "rank 0 without" in first["stacks"], first["stacks"]
+    assert "rank 1 in stuck at silent.py:5" in first["stacks"], first["stacks"]
+    other = f"rank 0 in <module> at silent.py:{len(SILENT.splitlines())}" if spy else "rank 0 without"
+    assert other in first["stacks"], first["stacks"]
     assert step.gone(10), step.left()

@@ -147,19 +147,14 @@ class Frame:
 
 
 def main_frames(text: str) -> list[Frame]:
-    """The main thread's frames, innermost first: faulthandler shows it last, since it is the oldest thread.
-
-    What the agent's fork has below the script is left out.
-    """
+    """The main thread's frames, innermost first: faulthandler shows it last, since it is the oldest thread."""
     blocks: list[list[Frame]] = []
     for line in text.split("\n"):
         if "most recent call first" in line:
             blocks.append([])
         elif blocks and (match := _FRAME.match(line)):
             blocks[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    frames = blocks[-1] if blocks else []
-    ends = [index for index, frame in enumerate(frames) if frame.function == _OWN_START]
-    return frames[: ends[0]] if ends else frames
+    return _without_own(blocks[-1] if blocks else [])
 
 
 def words_of(frames: Sequence[Frame]) -> str:
@@ -192,7 +187,7 @@ def _from_outside(pid: int) -> tuple[str, str, Sequence[str]]:
         except (OSError, subprocess.SubprocessError):
             done = None
         if done is not None and done.returncode == 0:
-            frames = _spied(done.stdout)
+            frames = spied_frames(done.stdout, pid)
             return done.stdout, words_of(frames), [str(frame) for frame in reversed(frames)]
     status = dict(line.split(":", 1) for line in _proc(pid, "status").split("\n") if ":" in line)
     state, place, call = status.get("State", "?").strip(), _proc(pid, "wchan").strip(), _proc(pid, "syscall").strip()
@@ -202,15 +197,25 @@ def _from_outside(pid: int) -> tuple[str, str, Sequence[str]]:
     return text, f"without a Python stack, in state {state}" + (f" at {place}" if place not in ("", "0") else ""), ()
 
 
-def _spied(text: str) -> list[Frame]:
-    """The main thread's frames in what `py-spy dump` prints, innermost first."""
-    frames: list[Frame] = []
-    inside = False
+def spied_frames(text: str, pid: int) -> list[Frame]:
+    """The main thread's frames in what `py-spy dump` prints, innermost first.
+
+    It bears the process's number, or its name where the program knows names (`import threading`). A method is shown
+    with its class, which is left out as faulthandler does.
+    """
+    blocks: list[tuple[bool, list[Frame]]] = []
     for line in text.split("\n"):
         if line.startswith("Thread "):
-            inside = '"MainThread"' in line
-        elif inside and (match := _SPY_FRAME.match(line)):
-            frames.append(Frame(match["file"], int(match["line"]), match["function"]))
+            blocks.append((line.split()[1] == str(pid) or '"MainThread"' in line, []))
+        elif blocks and (match := _SPY_FRAME.match(line)):
+            function = match["function"].rpartition(".")[2]
+            blocks[-1][1].append(Frame(match["file"], int(match["line"]), function))
+    main = [frames for is_main, frames in blocks if is_main] or [frames for _, frames in blocks]
+    return _without_own(main[0] if main else [])
+
+
+def _without_own(frames: list[Frame]) -> list[Frame]:
+    """What the agent's fork has below the script is left out."""
     ends = [index for index, frame in enumerate(frames) if frame.function == _OWN_START]
     return frames[: ends[0]] if ends else frames
 
