@@ -107,7 +107,7 @@ def collect(asked: Mapping[int, tuple[int, StackMemory]]) -> dict[int, tuple[str
     """The stacks of this node's ranks, by rank: text, words, and the frames of the main thread, innermost last.
 
     `asked`: for each rank its process and its memory. Takes ANSWER_LIMIT_S at most, and as long again for each that does
-    not answer where py-spy is installed; without it the kernel is asked what such a process does.
+    not answer where py-spy is installed.
     """
     texts: dict[int, str] = {}
     waiting = {rank for rank, (pid, memory) in asked.items() if memory.ask(pid)}
@@ -178,23 +178,31 @@ def waits(words: str) -> bool:
 
 
 def _from_outside(pid: int) -> tuple[str, str, Sequence[str]]:
-    """What can be seen of a process that does not answer: py-spy's view where there is one, else the kernel's."""
-    spy = shutil.which("py-spy")
-    if spy is not None:
-        argv = [spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False)
-        except (OSError, subprocess.SubprocessError):
-            done = None
-        if done is not None and done.returncode == 0:
-            frames = spied_frames(done.stdout, pid)
-            return done.stdout, words_of(frames), [str(frame) for frame in reversed(frames)]
+    """What can be seen of a process that does not answer: what the kernel says of it, and its stack where py-spy shows it."""
     status = dict(line.split(":", 1) for line in _proc(pid, "status").split("\n") if ":" in line)
     state, place, call = status.get("State", "?").strip(), _proc(pid, "wchan").strip(), _proc(pid, "syscall").strip()
     text = f"state {state}, waits in the kernel at {place or '?'}, system call {call or '?'}\n"
-    if is_stopped(pid):
-        return text, "stopped by a signal", ()
-    return text, f"without a Python stack, in state {state}" + (f" at {place}" if place not in ("", "0") else ""), ()
+    words = f"without a Python stack, in state {state}" + (f" at {place}" if place not in ("", "0") else "")
+    spied = _spy(pid)
+    frames = spied_frames(spied, pid)
+    if frames:
+        words = words_of(frames)
+    if is_stopped(pid):  # wherever that was, it waits for nobody
+        words = "stopped by a signal"
+    return text + spied, words, [str(frame) for frame in reversed(frames)]
+
+
+def _spy(pid: int) -> str:
+    """What py-spy says of a process; "" where it is not installed, or may not look."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    argv = [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def spied_frames(text: str, pid: int) -> list[Frame]:
