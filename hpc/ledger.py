@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from hpc.errors import printable
 
@@ -69,19 +70,12 @@ def add(failures: Sequence[Failure]) -> None:
     Raises:
         OSError: the file cannot be written, or is not this user's own.
     """
-    lines = b"".join(_line(failure) for failure in failures)
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(file):
-        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            size = _checked(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, b"\n" + lines if torn else lines)
-        finally:
-            os.close(descriptor)
-        if size > SIZE_LIMIT:
-            _rewrite(file, recent(LONGEST_H))
+    with _locked(file) as alone:
+        size = _append(file, b"".join(_line(failure) for failure in failures))
+        if size > SIZE_LIMIT and alone:
+            _rewrite(file, ())
 
 
 def forget(nodes: Collection[str]) -> list[str]:
@@ -95,7 +89,7 @@ def forget(nodes: Collection[str]) -> list[str]:
         return []
     with _locked(file):
         known = recent(LONGEST_H)
-        _rewrite(file, [failure for failure in known if failure.node not in nodes])
+        _rewrite(file, nodes)
     return sorted({failure.node for failure in known} & set(nodes))
 
 
@@ -104,14 +98,30 @@ def recent(hours: float, *, cluster: str = "", now: float | None = None) -> list
 
     Lines that are damaged, and a file that somebody else could have written, count as nothing.
     """
-    now = time.time() if now is None else now
     try:
-        descriptor = os.open(path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as stream:
-            _checked(descriptor)
+        with _opened(path()) as stream:
             data = stream.read(16 * SIZE_LIMIT)
     except OSError:
         return []
+    return _fresh(data, hours, cluster, time.time() if now is None else now)
+
+
+def _opened(file: Path) -> BinaryIO:
+    """The file, to read.
+
+    Raises:
+        OSError: it is not there, or not this user's own.
+    """
+    stream = open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+    try:
+        _checked(stream.fileno())
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _fresh(data: bytes, hours: float, cluster: str, now: float) -> list[Failure]:
     found = [failure for line in data.split(b"\n") if (failure := _read(line)) is not None]
     # a clock that ran ahead somewhere may not keep a node out for ever
     fresh = [one for one in found if -3600.0 <= now - one.time <= hours * 3600.0]
@@ -169,29 +179,64 @@ def _checked(descriptor: int) -> os.stat_result:
     return status
 
 
-def _rewrite(file: Path, failures: Sequence[Failure]) -> None:
-    beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "wb") as stream:
-        stream.write(b"".join(_line(failure) for failure in failures))
-    os.replace(beside, file)
+def _append(file: Path, lines: bytes) -> int:
+    """Add whole lines; returns how large the file was before.
+
+    Who did not get the lock may have written to a file that was exchanged meanwhile, and writes again: rather twice than
+    not at all.
+    """
+    for _ in range(10):
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            status = _checked(descriptor)
+            size = status.st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, b"\n" + lines if torn else lines)
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(status, os.stat(file, follow_symlinks=False)):
+                break
+    return size
+
+
+def _rewrite(file: Path, without: Collection[str]) -> None:
+    """Leave out what is too old, damaged, or of these nodes; what somebody adds meanwhile without the lock is kept."""
+    with _opened(file) as old:
+        data = old.read()
+        whole = data.rfind(b"\n") + 1
+        kept = [one for one in _fresh(data[:whole], LONGEST_H, "", time.time()) if one.node not in without]
+        beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as stream:
+            stream.write(b"".join(map(_line, kept)))
+        os.replace(beside, file)
+        late = data[whole:] + old.read()
+    if late:
+        _append(file, late)
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Alone among the writers; where the file system has no locks, or somebody holds it too long, not."""
+def _locked(file: Path) -> Iterator[bool]:
+    """Alone among the writers; False when somebody held the lock too long, or this process had no core meanwhile.
+
+    Where the file system has no locks nobody is kept away.
+    """
+    alone = False
     descriptor = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + LOCK_LIMIT_S
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
                 break
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:
+                alone = True
                 break
-        yield
+        yield alone
     finally:
         os.close(descriptor)
 

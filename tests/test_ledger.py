@@ -74,16 +74,19 @@ def test_a_file_that_others_may_write_to_counts_for_nothing(state: Path, tmp_pat
     assert (tmp_path / "elsewhere").read_text() == "" and ledger.recent(24) == []
 
 
+@pytest.mark.parametrize("impatient", [0, 2])
 def test_many_writers_at_once_lose_nothing_and_the_file_stays_small(
-    state: Path, monkeypatch: pytest.MonkeyPatch
+    state: Path, monkeypatch: pytest.MonkeyPatch, impatient: int
 ) -> None:
+    """Also where some do not get the lock, while others exchange the file."""
     code = (
         "import sys, time\nfrom hpc import ledger\nledger.SIZE_LIMIT = 4096\n"
+        "if sys.argv[2] == 'True': ledger.LOCK_LIMIT_S = 0.0\n"
         "for n in range(60): ledger.add([ledger.Failure(node=f'n{n}', time=time.time(), why='lost', job_id=sys.argv[1])])\n"
         "ledger.add([ledger.Failure(node='old', time=1.0, why='x' * 100)] * 100)\n"
     )
     argv, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
-    writers = [subprocess.Popen([*argv, str(job)], env=env) for job in range(4)]
+    writers = [subprocess.Popen([*argv, str(job), str(job < impatient)], env=env) for job in range(4)]
     assert [writer.wait(timeout=60) for writer in writers] == [0] * 4
     seen = {(one.node, one.job_id) for one in ledger.recent(24)}
     assert seen == {(f"n{n}", str(job)) for n in range(60) for job in range(4)}
