@@ -16,6 +16,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 JOB = f"7{os.environ.get('PYTEST_XDIST_WORKER', '').removeprefix('gw')}"
 """The id of the steps' job: steps of the same job at the same time on one machine would meet, so each process has its own."""
+TAIL = 8000
+"""Characters of each task's output that a failed test shows."""
 LIMIT_S = 150.0  # patience of the tests, not a promise: machines are shared
 
 
@@ -79,6 +81,8 @@ class Step:
                 process.kill()
         for child in self.processes:
             child.wait()
+        for number, child in enumerate(self.processes):  # pytest shows it of a test that failed
+            print(f"---- task {number}, exit code {child.returncode}:\n{self.text(number)[-TAIL:]}")
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
         number = len(self.processes)
