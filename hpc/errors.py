@@ -9,17 +9,25 @@ HpcError                      exit code
 │   └── NodelistError         78   a host list that Slurm would refuse
 ├── RendezvousError           69   ranks that did not find each other
 ├── NeverStarted              69   a job step or worker that could not be started
-│   └── UnfitNode             69   a node on which no worker is worth a try
+│   ├── UnfitNode             69   a node on which no worker is worth a try
+│   └── NoRoom                69   a machine with no room for another process
 └── SlurmCommandError         1    a Slurm command that failed, hung or is missing
     └── SlurmUnreachable      78   no Slurm can be asked from this machine
 """
 
+import errno
 import io
 import os
 import sys
 
 from hpc import exitcodes
 
+_ROOM = {  # fork(2), memfd_create(2), pipe(2)
+    errno.EAGAIN: "a limit on the number of processes is reached: look at ulimit -u, and at what else of yours runs here",
+    errno.ENOMEM: "no memory is left for it: ask for more (--mem)",
+    errno.EMFILE: "a limit on open files is reached: look at ulimit -n",
+    errno.ENFILE: "the node has no open files left",
+}
 PACKAGES = ("omegaconf", "psutil", "submitit", "torch", "yaml")
 
 
@@ -71,6 +79,16 @@ class NeverStarted(HpcError):
 
 class UnfitNode(NeverStarted):
     """A node on which no worker is worth a try: it is left out of the next attempt."""
+
+
+class NoRoom(NeverStarted):
+    """A process that the machine, or a limit, has no room for."""
+
+    def __init__(self, what: str, error: OSError, rank: int = -1) -> None:
+        hint = _ROOM.get(error.errno or 0)
+        super().__init__(f"{what} could not be started: {error.strerror or error}" + (f"; {hint}" if hint else ""))
+        self.rank = rank
+        """The worker's, -1 for what is none."""
 
 
 class SlurmCommandError(HpcError):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,9 @@ def test_a_kernel_that_cannot_answer_tells_nobody_dead(
     """As in a memory cgroup at its limit: no answer about a process is not taken for its death."""
     if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
         pytest.skip("needs the machine's own process numbers")
-    folder = places[1] / f"hpc-{os.getuid()}-{os.getpid()}-abcdefgh"
+    me = processes.look_at(os.getpid())
+    assert me is not None
+    folder = places[1] / f"{residue.agents_prefix(me)}abcdefgh"
     folder.mkdir()
     assert residue.find([], lambda _: False, print) == []
     read = Path.read_text
@@ -147,3 +150,25 @@ def test_a_kernel_that_cannot_answer_tells_nobody_dead(
     sentinel.remove_residue(notes.append)
     assert folder.exists() and "are left where they are" in notes[0]
     monkeypatch.undo()
+
+
+def test_a_clock_that_is_set_forward_makes_no_living_process_another_one(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
+        pytest.skip("needs the machine's own process numbers")
+    shm, temporary = places
+    me = processes.look_at(os.getpid())
+    assert me is not None
+    living = temporary / f"{residue.agents_prefix(me)}abcdefgh"
+    before = temporary / f"{residue.agents_prefix(replace(me, started=me.started - 100))}abcdefgh"  # of its number
+    for folder in (living, before):
+        folder.mkdir()
+    library = shm / f"__KMP_REGISTERED_LIB_{os.getpid()}_0"  # nobody keeps it open
+    library.write_text("x")
+    now = time.time()
+    for forward_s in (0.0, 30.0):
+        monkeypatch.setattr(time, "time", lambda: now + forward_s)
+        assert [one.path for one in residue.find([], lambda _: False, print)] == [before]
+    monkeypatch.setattr(time, "time", lambda: now + 1e6)
+    assert living not in [one.path for one in residue.find([], lambda _: False, print)]

@@ -63,12 +63,12 @@ def read_end(folder: Path, code: int, *, started: bool, told: Mapping[str, Any] 
     Of a start that came to no ranks, what a task had against it counts before what the others say: they were ended.
     """
     started = started or bool(told and told.get("started"))
-    if not started:
+    outcome = _facts(folder / "outcome.json") or told
+    if not started or outcome is None:
         refusals = [facts for path in folder.glob("error-task-*.json") if (facts := _facts(path)) is not None]
         if refusals:
             cause = min(refusals, key=lambda facts: float(facts.get("time") or 0.0))
-            return End(code=int(cause.get("code") or code), started=False, reported=True, first=cause)
-    outcome = _facts(folder / "outcome.json") or told
+            return End(code=int(cause.get("code") or code), started=started, reported=True, first=cause)
     if outcome is None:
         return End(code=code, started=started, reported=False)
     first = outcome.get("first")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc import exitcodes
-from hpc.errors import HpcError, printable
+from hpc.errors import HpcError, NoRoom, printable
 from hpc.node import clock, lastword, leftovers, signals, stacks
 from hpc.node.assembly import Assembly, Go, OthersEnded
 from hpc.node.deadline import Deadline
@@ -83,6 +83,7 @@ class Agent:
         self._settled = False
         self._missing = False  # another agent has gone, or was not heard
         self._unheard = Warnings(at_once=self.starter.target.is_training)
+        self._no_room: NoRoom | None = None  # for a process of one of the workers
         self._saved = False  # a worker has ended with WANTS_ANOTHER_ATTEMPT
         self.inquest = Inquest(task, self.host_name, self.note)
         self.journal = Journal(self.run_dir, self.assembly.attempt, self.note)
@@ -114,21 +115,17 @@ class Agent:
         self.go = self.assembly.meet()
         if self.assembly.is_host:
             self._record_start(self.go)
-        agreed = {**self.go.environ, **self.assembly.start_store()}
-        run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
+        agreed = self.assembly.start_store()
         self._signals = SignalPipe({*FORWARDED, *self.warnings, signal.SIGCHLD})
         adopt_orphans()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        for info, share in zip(self.go.infos, cores, strict=True):
-            ranks = info.to_environ(self.go.rendezvous, run_id=run_id, attempt=self.assembly.attempt)
-            started = self.starter.start(
-                info, share, {**ranks, **agreed}, fork=fork, pipe=self._signals, others=self.workers
-            )
-            if isinstance(started, Start):
-                return started
-            self.workers.append(started)
+        run_id = self.task.job_id or (self.run_dir.path.name if self.run_dir else "none")
+        begun = self.starter.start_all(self.go, cores, agreed, run_id=run_id, fork=fork, pipe=self._signals)
+        if isinstance(begun, Start):
+            return begun
+        self.workers, self._no_room = begun
         for number in dict.fromkeys(startup.warnings):
             self._unheard.send(self.workers, number)
         return None
@@ -148,9 +145,8 @@ class Agent:
 
     def refuse(self, error: HpcError) -> None:
         """Note for the controller why this task cannot start: other tasks are ended for it, and say less."""
-        if self.folder is None or isinstance(error, OthersEnded):
-            return
-        write_refusal(self.folder, self.task.task_rank, self.host_name, error)
+        if self.folder is not None and not isinstance(error, OthersEnded):
+            write_refusal(self.folder, self.task.task_rank, self.host_name, error)
 
     def _record_start(self, go: Go) -> None:
         self.paces.places(go.places)
@@ -170,6 +166,10 @@ class Agent:
         assert self._signals is not None
         if self.assembly.guest is not None:
             self.inquest.clock.ask(self.assembly.guest)
+        if self._no_room is not None:
+            self._tell(self.inquest.never(self._no_room))
+            if not self.workers:
+                self._all_ended()
         while not self._finished():
             with selectors.DefaultSelector() as selector:
                 selector.register(self._signals.reader, selectors.EVENT_READ, self._on_signals)
@@ -409,7 +409,8 @@ class Agent:
             self.paces.hear(message["paces"])
         elif "clock" in message:
             assert self.assembly.host is not None
-            clock.answer(self.assembly.host.connections[task], message["clock"])
+            if (guest := self.assembly.host.connections.get(task)) is not None:  # else its last words came with its end
+                clock.answer(guest, message["clock"])
         elif "ended" in message:
             self._reports[task] = message["ended"]
             step = message["ended"].get("step")

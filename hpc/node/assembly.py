@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from hpc.errors import EnvironmentMismatch, RendezvousError
+from hpc.errors import EnvironmentMismatch, NoRoom, RendezvousError
 from hpc.node import environment, rendezvous
 from hpc.node.environment import TaskEnvironment
 from hpc.node.meeting import Connection, Host, find_host
@@ -252,6 +252,9 @@ class Assembly:
         """Start the store's process (rank zero's agent); every task gets the variables that make workers its clients.
 
         Where torch cannot be imported there is no store: the port is given back and a worker has to bind it.
+
+        Raises:
+            NoRoom: there can be no process for it.
         """
         if find_spec("torch") is None:
             if self._store is not None:
@@ -260,7 +263,10 @@ class Assembly:
         if self._store is not None:
             server, agent = self._store, os.getpid()
             host, port = server.getsockname()[:2]
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                raise NoRoom(f"the store of {socket.gethostname()}", error) from None
             if pid == 0:
                 self._serve_store(server.fileno(), str(host), int(port), agent)
             self.store_pid = pid

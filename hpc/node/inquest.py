@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc import exitcodes
+from hpc.errors import NoRoom
 from hpc.node import stacks
 from hpc.node.clock import Clock
 from hpc.node.environment import TaskEnvironment
@@ -65,6 +66,11 @@ class Inquest:
         silent_s = beat.age_s if beat is not None else 0.0
         failure = self._failure(worker, exitcodes.HUNG, worker.fault or "")
         return replace(failure, time=self.clock.now() - silent_s, hung=True)
+
+    def never(self, error: NoRoom) -> Failure:
+        """The failure of a worker that this machine had no room for."""
+        code, now = error.exit_code, self.clock.now()
+        return Failure(rank=error.rank, host=self._host, code=code, time=now, message=str(error))
 
     def lost(self, rank: int, host: str, *, silent: bool) -> Failure:
         """The failure of a whole node, or of its agent alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -15,6 +16,9 @@ def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
 
     Complete for a child subreaper: a process whose parent has ended becomes a child of the nearest subreaper above
     it, whatever session or group it is in. Source: prctl(2), PR_SET_CHILD_SUBREAPER.
+
+    Raises:
+        OSError: the kernel could not tell, as in a job at its memory limit.
     """
     found = []
     try:
@@ -36,6 +40,8 @@ def _alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+    except OSError:
+        return True  # no answer: the signal goes to it or to nobody
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:
@@ -67,13 +73,14 @@ def end_descendants(spare: Collection[int] = (), limit_s: float = 5.0) -> int:
     ended: set[int] = set()
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        left = descendants(spare)
-        for process in left:
-            if send(process, signal.SIGKILL):
-                ended.add(process.pid)
-        reap(spare)
-        if not left:
-            break
+        with contextlib.suppress(OSError):  # no answer is not "none is left"
+            left = descendants(spare)
+            for process in left:
+                if send(process, signal.SIGKILL):
+                    ended.add(process.pid)
+            reap(spare)
+            if not left:
+                break
         time.sleep(0.01)
     return len(ended)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import traceback
+from collections.abc import Iterator
 
 from hpc import exitcodes
 from hpc.errors import HpcError
@@ -27,18 +30,16 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
     environ, gone_on = dict(os.environ), False
     while True:
         agent = Agent(task, settings, standby)
-        try:
+        with _told(agent):
             start = agent.assemble()
-        except HpcError as error:
-            agent.refuse(error)
-            raise
         if start is not None:
             if standby is not None:
                 standby.close()
             del agent
             return start.become()
         try:
-            code = agent.watch()
+            with _told(agent):
+                code = agent.watch()
         finally:
             leftovers.end_descendants()  # whatever has come in between: the screen can be gone before this process
             agent.tidy.end()
@@ -58,6 +59,20 @@ def run(task: TaskEnvironment, settings: AgentSettings) -> int:
         os.environ.clear()
         os.environ.update({**environ, **word})
         gone_on = True
+
+
+@contextlib.contextmanager
+def _told(agent: Agent) -> Iterator[None]:
+    """What the agent cannot go on from is noted for the controller; a fault of its own is, too."""
+    try:
+        yield
+    except HpcError as error:
+        agent.refuse(error)
+        raise
+    except Exception as error:
+        words = "".join(traceback.format_exception_only(error)).strip()
+        agent.refuse(HpcError(f"the agent on {agent.host_name} itself failed, its traceback is in the log: {words}"))
+        raise
 
 
 def _leave_signals(agent: Agent, standby: Standby, code: int) -> None:

@@ -171,7 +171,11 @@ class Host:
                 sock, _ = self.server.accept()
             except (BlockingIOError, OSError):
                 return
-            connection = Connection(sock)
+            try:
+                connection = Connection(sock)
+            except OSError:  # it has gone again
+                sock.close()
+                continue
             self._strangers[connection] = None
             connection.send(greeting=GREETING, challenge=connection.challenge)
             if len(self._strangers) > self.tasks + STRANGERS:

@@ -11,7 +11,7 @@ name is dead with that job; any other one when nobody has it, and no process tha
 | /dev/shm/sem.XXXX, psm_XXXX | POSIX semaphores; multiprocessing.shared_memory |
 | /dev/shm/cuda.shm.UID.PIDHEX.N, __KMP_REGISTERED_LIB_PID_UID | CUDA; OpenMP's runtime |
 | pymp-XXXX, torch-shm-dir-XXXX, torchelastic_XXXX | multiprocessing; torch's manager of shared memory; torchrun |
-| hpc-UID-CLUSTER.JOB.RESTARTS.START-XXXX, hpc-UID-PID-XXXX | this toolkit's agents, in a job and without one |
+| hpc-UID-CLUSTER.JOB.RESTARTS.START-XXXX, hpc-UID-PID-TICKS-XXXX | this toolkit's agents, in a job and without one |
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _NAMELESS = re.compile(r"nccl-\w{6}|sem\.\S+|psm_\w+")
 _TEMPORARY = re.compile(r"pymp-\w{8}|torch-shm-dir-\w{6}|torchelastic_\w{8}")
 _OF_JOB = re.compile(r"hpc-[0-9]+-(?P<cluster>[\w-]*)\.(?P<job>[0-9]+)\.(?P<restarts>[0-9]+)\.(?P<start>[0-9]+)-\w{8}")
 _BEGINNING = re.compile(r"torch|nccl-|sem\.|psm_|cuda\.shm\.|__KMP_|pym|hpc-")  # of all of them: most names are others
-_OF_AGENT = re.compile(r"hpc-[0-9]+-(?P<pid>[0-9]+)-\w{8}")
+_OF_AGENT = re.compile(r"hpc-[0-9]+-(?P<pid>[0-9]+)-(?P<started>[0-9]+)-\w{8}")
+CLOCK_STEP_S = 60.0
+"""How far the clock may have been set forward since a file was made, and the number in its name still be its maker's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,20 @@ class Folder:
         return f"hpc-{os.getuid()}-{cluster}.{self.job_id}.{self.restarts}.{self.start}-"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Maker:
+    """The process that a name tells of."""
+
+    pid: int
+    started: int | None = None
+    """Clock ticks after boot, which no setting of the clock changes; None where the name does not tell."""
+
+
+def agents_prefix(agent: Process) -> str:
+    """What the name of a folder begins with that belongs to an agent outside of any job; mkdtemp adds the rest."""
+    return f"hpc-{os.getuid()}-{agent.pid}-{agent.started}-"
+
+
 def folders() -> list[Path]:
     """Where temporary files may lie: TMPDIR's choice, /tmp and /var/tmp."""
     found = dict.fromkeys(Path(name) for name in (tempfile.gettempdir(), "/tmp", "/var/tmp"))
@@ -104,9 +120,9 @@ def find(alive: Sequence[Process], over: Callable[[Folder], bool], note: Callabl
                 if over(kind):
                     why = f"attempt {kind.restarts} of job {kind.job_id} is over"
                     found.append(_residue(path, status, why, of_job=True))
-            elif isinstance(kind, int):
-                if not _is_as_old(kind, status.st_ctime):
-                    suspects.append((path, status, f"process {kind} is dead"))
+            elif isinstance(kind, Maker):
+                if not _lives(kind, status.st_ctime):
+                    suspects.append((path, status, f"process {kind.pid} is dead"))
             elif kind == "nameless" and status.st_ctime < oldest:
                 suspects.append((path, status, "nobody has it open, and nobody is as old"))
     held = _held() if suspects else set()
@@ -146,7 +162,7 @@ def _own(folder: Path, owner: int) -> Iterator[tuple[Path, os.stat_result]]:
             yield folder / name, status
 
 
-def _kind(folder: Path, name: str, status: os.stat_result) -> Folder | int | str | None:
+def _kind(folder: Path, name: str, status: os.stat_result) -> Folder | Maker | str | None:
     """The job, attempt and start, or the process, that a name tells of; "nameless" for kinds that tell nothing."""
     is_folder = stat.S_ISDIR(status.st_mode)
     if is_folder and folder != SHM:
@@ -157,21 +173,21 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> Folder | int | str
             )
         agent = _OF_AGENT.fullmatch(name)
         if agent is not None:
-            return int(agent["pid"])
+            return Maker(pid=int(agent["pid"]), started=int(agent["started"]))
         return "nameless" if _TEMPORARY.fullmatch(name) else None
     if is_folder or folder != SHM:
         return None
     for pattern in _WITH_PID:
         match = pattern.fullmatch(name)
         if match is not None:
-            return int(match[1], 16 if name.startswith("cuda") else 10)
+            return Maker(pid=int(match[1], 16 if name.startswith("cuda") else 10))
     return "nameless" if _NAMELESS.fullmatch(name) else None
 
 
-def _is_as_old(pid: int, made: float) -> bool:
+def _lives(maker: Maker, made: float) -> bool:
     """Whether the process that made a file at that time still lives: its number alone may be another's by now."""
     try:
-        return _started(pid) <= made + 1.0
+        ticks = _started(maker.pid)
     except ValueError:
         return False
     except IndexError:
@@ -179,10 +195,16 @@ def _is_as_old(pid: int, made: float) -> bool:
     except OSError as error:
         none_there(error)
         return False
+    if maker.started is not None:
+        return ticks == maker.started
+    # the earlier of the two clocks: whoever is held up in between makes the process older, not younger
+    now = time.time()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return now - age_s <= made + CLOCK_STEP_S
 
 
-def _started(pid: int) -> float:
-    """When the process began, in seconds since 1970.
+def _started(pid: int) -> int:
+    """When the process began, in clock ticks after boot.
 
     Raises:
         ValueError: it has ended, even if nobody has waited for it yet.
@@ -190,22 +212,31 @@ def _started(pid: int) -> float:
     words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if words[0] in "ZX" or int(words[6]) & _PF_EXITING:
         raise ValueError(pid)
-    # the earlier of the two clocks: whoever is held up in between makes the process older, not younger
-    now = time.time()
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return now - age_s
+    return int(words[19])
+
+
+def _below(path: Path) -> Iterator[os.stat_result]:
+    """The path and all below it, no link followed; what goes away meanwhile is left out.
+
+    Raises:
+        Starved: the kernel could not tell all of it.
+    """
+    todo = [path]
+    while todo:
+        name = todo.pop()
+        try:
+            status = os.lstat(name)
+            if stat.S_ISDIR(status.st_mode):
+                todo += map(name.joinpath, os.listdir(name))
+        except OSError as error:
+            none_there(error)
+            continue
+        yield status
 
 
 def _inside(path: Path) -> set[tuple[int, int]]:
     """Device and inode of the path and of all below it."""
-    found = set()
-    for name in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
-        try:
-            status = os.lstat(name)
-        except OSError:
-            continue
-        found.add((status.st_dev, status.st_ino))
-    return found
+    return {(status.st_dev, status.st_ino) for status in _below(path)}
 
 
 def _held() -> set[tuple[int, int]]:
@@ -273,10 +304,4 @@ def _identities(paths: Iterable[str]) -> set[tuple[int, int]]:
 
 
 def _size(path: Path) -> int:
-    total = 0
-    for name in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
-        try:
-            total += os.lstat(name).st_size
-        except OSError:
-            continue
-    return total
+    return sum(status.st_size for status in _below(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 
 from hpc import beats, exitcodes
-from hpc.errors import printable
+from hpc.errors import NoRoom, printable
 from hpc.node import preload, signals
-from hpc.node.assembly import Assembly
+from hpc.node.assembly import Assembly, Go
 from hpc.node.cores import allowed_cores, cores_near_gpus, share_cores
 from hpc.node.environment import TaskEnvironment
 from hpc.node.pulse import Pulse
@@ -113,40 +114,85 @@ class Starter:
             optional = ["hpc.config", "hpc.train.start", f"{job}.job"]
         return preload.import_modules(self._settings.preload, optional, self._note)
 
-    def start(
+    def start_all(
+        self,
+        go: Go,
+        cores: Sequence[list[int]],
+        agreed: Mapping[str, str],
+        *,
+        run_id: str,
+        fork: bool,
+        pipe: SignalPipe,
+    ) -> tuple[list[Worker], NoRoom | None] | Start:
+        """Start this task's workers, as the meeting has agreed.
+
+        Returns them in the agent, with what kept the next one from being started, if anything did. In a new process that
+        is a fork of this one it returns what to become.
+
+        Args:
+            cores: those of each worker.
+            agreed: variables of all ranks.
+            pipe: the agent's signals; a new process lets go of them.
+        """
+        workers: list[Worker] = []
+        for info, share in zip(go.infos, cores, strict=True):
+            ranks = info.to_environ(go.rendezvous, run_id=run_id, attempt=self._assembly.attempt)
+            try:
+                started = self._start(info, share, {**ranks, **go.environ, **agreed}, fork, pipe, workers)
+            except OSError as error:
+                return workers, NoRoom(f"rank {info.rank}", error, rank=info.rank)
+            if isinstance(started, Start):
+                return started
+            workers.append(started)
+        return workers, None
+
+    def _start(
         self,
         info: RankInfo,
         cores: list[int],
         environ: Mapping[str, str],
-        *,
         fork: bool,
         pipe: SignalPipe,
         others: Sequence[Worker],
     ) -> Worker | Start:
-        """Start one worker. Returns it in the agent, and in the new process, when it is a fork of this one, what to become.
+        """One worker; the new process lets go of the signals and of the `others` so far.
 
-        Args:
-            environ: the ranks' variables, and what the agents have agreed on.
-            pipe: the agent's signals, `others`: its workers so far; the new process lets go of both.
+        Raises:
+            OSError: there is no room for it; nothing of it is left.
         """
         prefix = f"[rank {info.rank}] ".encode() if info.world_size > 1 else b""
-        log = open_log(self._folder, info.rank, self._assembly.clock_offset_s)
-        streams = [WorkerStream(log, screen, prefix) for screen in (1, 2)]
-        error_file = self._folder / f"error-{info.rank}.json" if self._folder is not None and log is not None else None
-        pulse, stacks = Pulse(), StackMemory()
-        shared = {beats.VARIABLE: str(pulse.descriptor), beats.STACKS_VARIABLE: str(stacks.descriptor)}
-        start = Start(
-            target=self.target,
-            environ={**self._environ(cores, environ, error_file), **shared},
-            cores=cores,
-            stdout=streams[0].writer,
-            stderr=streams[1].writer,
-            shared=(pulse.descriptor, stacks.descriptor),
-            agent=os.getpid(),
-            warnings=self._warnings,
-        )
-        signals.hold({*FORWARDED, *self._warnings})
-        pid = os.fork()
+        with contextlib.ExitStack() as undo:
+            log = open_log(self._folder, info.rank, self._assembly.clock_offset_s)
+            if log is not None:
+                undo.callback(log.close)
+            streams = []
+            for screen in (1, 2):
+                streams.append(WorkerStream(log, screen, prefix))
+                undo.callback(streams[-1].close)
+            name = f"error-{info.rank}.json"
+            error_file = self._folder / name if self._folder is not None and log is not None else None
+            pulse = Pulse()
+            undo.callback(pulse.close)
+            stacks = StackMemory()
+            undo.callback(stacks.close)
+            shared = {beats.VARIABLE: str(pulse.descriptor), beats.STACKS_VARIABLE: str(stacks.descriptor)}
+            start = Start(
+                target=self.target,
+                environ={**self._environ(cores, environ, error_file), **shared},
+                cores=cores,
+                stdout=streams[0].writer,
+                stderr=streams[1].writer,
+                shared=(pulse.descriptor, stacks.descriptor),
+                agent=os.getpid(),
+                warnings=self._warnings,
+            )
+            signals.hold({*FORWARDED, *self._warnings})
+            try:
+                pid = os.fork()
+            except OSError:
+                signals.release()
+                raise
+            undo.pop_all()
         if pid == 0:
             self._in_worker(
                 start, fork, pipe, [*streams, *(stream for worker in others for stream in worker.streams)], others
@@ -200,7 +246,11 @@ class Starter:
         for name in (*CACHES, "TMPDIR"):
             place = self._own_place(name)
             if place is not None and environ.setdefault(name, str(place)) == str(place):
-                place.mkdir(mode=0o700, exist_ok=True)
+                try:
+                    place.mkdir(mode=0o700, exist_ok=True)
+                except OSError as error:  # a full disk, most likely: the library's own place may be another one
+                    self._note(f"no {name} can be made ({error}); it is left to its library")
+                    del environ[name]
         return environ
 
     def _own_place(self, name: str) -> Path | None:

@@ -15,7 +15,7 @@ from hpc.node.belonging import start_number
 from hpc.node.environment import TaskEnvironment
 from hpc.node.gpus import Gpu
 from hpc.node.processes import Mark
-from hpc.node.residue import Folder
+from hpc.node.residue import Folder, agents_prefix
 from hpc.node.sentinel import Sentinel, remove_residue
 from hpc.node.sweep import Sweeper
 
@@ -60,8 +60,7 @@ class Tidy:
             self._sentinel.dismiss()
 
     def _make_folder(self) -> Path | None:
-        own = processes.mark_of(os.environ)
-        prefix = f"hpc-{os.getuid()}-{os.getpid()}-"
+        own, agent = processes.mark_of(os.environ), processes.look_at(os.getpid())
         if own is not None:
             prefix = Folder(
                 cluster=own.cluster,
@@ -69,6 +68,10 @@ class Tidy:
                 restarts=own.restarts,
                 start=start_number(own) if own.start else 0,
             ).prefix
+        elif agent is not None:
+            prefix = agents_prefix(agent)
+        else:
+            return None  # nobody could tell when it may be removed
         try:
             folder = Path(tempfile.mkdtemp(prefix=prefix))
             (folder / f"task-{self._task.task_rank}").touch()
