@@ -8,7 +8,7 @@ FAILED = 1
 USAGE = 2
 """Something typed or configured on the login node is wrong; nothing was made or submitted."""
 UNAVAILABLE = 69
-"""Workers never started, or the ranks never found each other (sysexits.h: EX_UNAVAILABLE)."""
+"""Workers never started, the ranks never found each other, or a node was lost (sysexits.h: EX_UNAVAILABLE)."""
 WANTS_ANOTHER_ATTEMPT = 75
 """Saved, and wants to go on in another attempt (sysexits.h: EX_TEMPFAIL)."""
 HUNG = 124
